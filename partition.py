@@ -1,0 +1,266 @@
+"""EW: entropy-aware, edge-weighted graph partitioning (the paper's first technique).
+
+    python partition.py --dataset tests/data/debian.npz --num_parts 4 --output out/parts
+
+METIS cuts light edges first. EW makes an edge heavy when its two ends look alike and when neighbour sampling is likely to
+use it, so that nodes of one class stay together and the label entropy of the parts falls.
+
+Reads   an .npz with src, dst (each undirected edge once), feat (N, F), label (N,) classes or (N, C) 0/1 and
+        train_mask, val_mask, test_mask (N,).
+Writes  a DistDGL partition directory (written by dgl.distributed.partition_graph), with beside DGL's own files
+        node_map.pt, the original id of every node in DistDGL's numbering, and stats.json, printed as a table too.
+"""
+import argparse
+import contextlib
+import io
+import json
+import math
+import os
+import resource
+import shutil
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("DGLBACKEND", "pytorch")
+import dgl
+import dgl.function as fn
+import numpy as np
+import pymetis
+import torch
+import torch.nn.functional as F
+
+# N nodes, E edges, F features, C classes, P parts
+MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+def label_entropy(label, part, num_parts):
+    """Entropy of each part, in bits: H_i = -sum_c p_ic log2 p_ic, p_ic = share of class c among the part's nodes.
+    Multi-label: the sum over the labels of the binary entropy of "has label c".
+    label (n,) classes or (n, C) 0/1, part (n,) -> (P,); a part with no nodes has entropy 0."""
+    n = torch.bincount(part, minlength=num_parts).clamp(min=1)[:, None]                    # (P, 1)
+    entr = torch.special.entr                                                              # -p ln p, and 0 at 0
+    if label.dim() == 1:
+        num_classes = int(label.max()) + 1 if len(label) else 1
+        p = torch.bincount(part * num_classes + label, minlength=num_parts * num_classes).view(num_parts, -1) / n
+        return entr(p.double()).sum(1) / math.log(2)
+    p = torch.zeros(num_parts, label.shape[1], dtype=torch.double).index_add_(0, part, label.double()) / n
+    return (entr(p) + entr(1 - p)).sum(1) / math.log(2)
+
+
+def total_entropy(label, part, num_parts):
+    """H = sum_i (n_i / n) H_i: what EW minimises. The arguments are those of label_entropy; bits."""
+    n = torch.bincount(part, minlength=num_parts).double()
+    return float((n / n.sum() * label_entropy(label, part, num_parts)).sum())
+
+
+def simple_view(g):
+    """What METIS partitions: g without direction, self-loops and parallel edges."""
+    return dgl.to_bidirected(dgl.remove_self_loop(dgl.graph(g.edges(), num_nodes=g.num_nodes())))
+
+
+def edge_weights(g, feat, c, fan_out=25):
+    """EW: w(u,v) = round(100 (c cos(x_u, x_v) + 1 - exp(-fan_out / d))), and at least 1.
+    g the simple view, feat (N, F) -> (E,) int64 in g's edge order, equal in both directions.
+    cos of a zero feature vector is 0."""
+    with g.local_scope():
+        g.ndata["x"] = F.normalize(feat.float(), dim=1)
+        g.apply_edges(fn.u_dot_v("x", "x", "cos"))                                         # (E, 1)
+        # ASSUMED: the degree term is the mean over the two ends. 1 - exp(-fan_out / d) grows with the chance that the end
+        # of degree d samples this edge, and METIS needs one weight for both directions.
+        term = 1 - torch.exp(-fan_out / g.in_degrees())
+        u, v = g.edges()
+        weight = 100 * (c * g.edata["cos"].flatten() + (term[u] + term[v]) / 2)
+    # ASSUMED: dissimilar ends give weight 1 (METIS crashes on 0 and below).
+    return weight.round().long().clamp(min=1)
+
+
+def metis(g, num_parts, weight=None, seed=0):
+    """Parts of about equal node counts and little total weight of cut edges, by METIS, k-way as in DGL.
+    g the simple view, weight (E,) int64 positive and symmetric, or None for all 1 -> (N,) part of each node."""
+    start, end, edge = (t.numpy() for t in g.adj_tensors("csr"))
+    for recursive in (False, True):         # k-way leaves parts of a tiny graph empty, recursive bisection does not
+        _, part = pymetis.part_graph(num_parts, pymetis.CSRAdjacency(adj_starts=start, adjacent=end), recursive=recursive,
+                                     eweights=None if weight is None else weight.numpy()[edge],
+                                     options=pymetis.Options(seed=seed))
+        if len(np.unique(part)) == num_parts:
+            return torch.tensor(part, dtype=torch.int64)
+    fail(f"--num_parts {num_parts}: METIS leaves a part of this graph of {g.num_nodes()} nodes empty; ask for fewer parts")
+
+
+@contextlib.contextmanager
+def use_assignment(part):
+    """DGL's partition_graph has no argument for a ready assignment, so METIS's answer is replaced for this one call."""
+    module = dgl.distributed.partition
+    original, module.metis_partition_assignment = module.metis_partition_assignment, lambda *_, **__: part
+    try:
+        yield
+    finally:
+        module.metis_partition_assignment = original
+
+
+def write(g, name, num_parts, part, output):
+    """DistDGL's directory, written by DGL; with part None DGL's own METIS assigns the nodes, training nodes and edges
+    balanced. -> node_map (N,): the original id of each node in DistDGL's numbering, also in node_map.pt"""
+    plain = dict(balance_ntypes=g.ndata["train_mask"], balance_edges=True)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.nullcontext() if part is None else use_assignment(part):
+        node_map, _ = dgl.distributed.partition_graph(
+            g, name, num_parts, str(output), return_mapping=True, **(plain if part is None else {}))
+    torch.save(node_map, output / "node_map.pt")
+    return node_map
+
+
+def statistics(g, part, num_parts):
+    """The entropies, sizes and cut of a partition, with the keys of stats.json."""
+    label, train, val = (g.ndata[k] for k in ("label", "train_mask", "val_mask"))
+    u, v = g.edges()
+    cut = part[u] != part[v]
+    halo = torch.unique(part[v[cut]] * g.num_nodes() + u[cut]) // g.num_nodes()            # (part, remote source) pairs
+    columns = dict(nodes=part, train_nodes=part[train], edges=part[v], halo_nodes=halo)
+    entropy = label_entropy(label[train], part[train], num_parts)
+    sizes = {k: torch.bincount(p, minlength=num_parts).tolist() for k, p in columns.items()}
+    return dict(total_entropy=total_entropy(label[train], part[train], num_parts),
+                val_entropy=total_entropy(label[val], part[val], num_parts),
+                entropy_std=float(entropy.std(correction=0)),
+                edge_cut=float(cut.double().mean()) if len(cut) else 0.0,
+                parts=[dict(entropy=float(entropy[i]), **{k: sizes[k][i] for k in sizes}) for i in range(num_parts)])
+
+
+def table(stats):
+    """stats.json for the screen."""
+    row = "{:>5} {:>13} {:>9} {:>12} {:>10} {:>11}"
+    lines = [row.format("part", "entropy/bits", "nodes", "train nodes", "edges", "halo nodes")]
+    for i, p in enumerate(stats["parts"]):
+        lines.append(row.format(i, f"{p['entropy']:.3f}", p["nodes"], p["train_nodes"], p["edges"], p["halo_nodes"]))
+    seconds = ", ".join(f"{k} {s:.1f}" for k, s in stats["seconds"].items())
+    return "\n".join(lines + [
+        f"total entropy {stats['total_entropy']:.3f} bits (validation nodes {stats['val_entropy']:.3f}), "
+        f"std over parts {stats['entropy_std']:.3f}, edge cut {100 * stats['edge_cut']:.1f} %",
+        f"seconds: {seconds}; peak memory {stats['peak_memory_gb']:.2f} GB"])
+
+
+# What follows reads and checks the input.
+
+def fail(message):
+    print(f"partition.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def load_npz(path):
+    """path -> DGLGraph with both directions of each edge and feat, label and the masks in ndata."""
+    try:
+        with np.load(path) as z:
+            data = {k: z[k] for k in z.files}
+    except Exception as e:                  # numpy raises a dozen kinds here: no such file, no zip, truncated, pickled
+        fail(f"--dataset {path} can't be read as .npz ({str(e).splitlines()[0]}); write one with numpy.savez")
+    missing = [k for k in ("src", "dst", "feat", "label", *MASKS) if k not in data]
+    if missing:
+        fail(f"--dataset {path} lacks the array(s) {', '.join(missing)}; the README lists what it must hold")
+
+    def check(ok, array, problem):
+        if not ok:
+            fail(f"--dataset {path}: {array} {problem}")
+
+    n = len(data["label"])
+    for k in ("src", "dst"):
+        check(data[k].ndim == 1 and data[k].dtype.kind in "iu", k, "must be a one-dimensional array of integers")
+    check(len(data["src"]) == len(data["dst"]), "src", f"has {len(data['src'])} ends, but dst has {len(data['dst'])}")
+    check(data["feat"].ndim == 2 and data["feat"].dtype.kind in "fiub" and data["feat"].shape[1] > 0,
+          "feat", "must be a numeric (N, F) array with F > 0")
+    check(data["label"].ndim in (1, 2) and data["label"].dtype.kind in "iub",
+          "label", "must hold integers: (N,) classes or (N, C) 0/1")
+    for k in ("feat", *MASKS):
+        check(len(data[k]) == n, k, f"has {len(data[k])} rows, but label has {n}")
+    for k in MASKS:
+        check(data[k].shape == (n,) and np.isin(data[k], (0, 1)).all(), k, "must be (N,) of true and false")
+    for k in ("src", "dst"):
+        check(((data[k] >= 0) & (data[k] < n)).all(), k, f"names a node outside 0..{n - 1}")
+    check(np.isfinite(data["feat"]).all(), "feat", "holds NaN or infinite values; replace them")
+    if data["label"].ndim == 2:
+        check(np.isin(data["label"], (0, 1)).all(), "label", "is (N, C), so it must hold 0 and 1 only")
+    else:
+        check((data["label"] >= 0).all(), "label", "holds a negative class")
+    check(data["train_mask"].any(), "train_mask", "selects no node")
+
+    src, dst = (torch.from_numpy(data[k].astype(np.int64)) for k in ("src", "dst"))
+    g = dgl.to_bidirected(dgl.graph((src, dst), num_nodes=n))
+    g.ndata["feat"] = torch.from_numpy(data["feat"].astype(np.float32))
+    g.ndata["label"] = torch.from_numpy(data["label"].astype(np.int64))
+    for k in MASKS:
+        g.ndata[k] = torch.from_numpy(data[k].astype(bool))
+    return g
+
+
+def arguments():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p.add_argument("--dataset", default=Path(__file__).parent / "tests/data/debian.npz", help="the .npz file")
+    p.add_argument("--num_parts", type=int, default=4, help="P: number of parts = number of hosts")
+    p.add_argument("--part_method", default="ew", choices=("ew", "metis", "random", "dgl"),
+                   help="ew: the paper's; metis: the same with unit weights; dgl: DGL's METIS with its balance flags on")
+    p.add_argument("--c", type=float, default=0.5, help="weight of the feature similarity in EW (paper: .1 to 10, mostly .5)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--output", type=Path, default="out/parts", help="the directory to write")
+    p.error = fail
+    return p
+
+
+def check(args):
+    """Everything that can be wrong with the arguments themselves."""
+    if args.num_parts < 1:
+        fail(f"--num_parts {args.num_parts}: there must be at least 1 part")
+    if not math.isfinite(args.c) or args.c < 0:
+        fail(f"--c {args.c} must be a number of at least 0")
+    if not 0 <= args.seed < 2**31:
+        fail(f"--seed {args.seed} must be at least 0 and below 2^31")
+    if args.output.exists() and not (args.output / "stats.json").exists() and \
+            (not args.output.is_dir() or any(args.output.iterdir())):
+        fail(f"--output {args.output} exists and is no earlier partition; name another directory or remove it")
+    return args
+
+
+def main(args):
+    seconds, tic = {}, time.time()
+
+    def lap(step):
+        nonlocal tic
+        seconds[step], tic = time.time() - tic, time.time()
+
+    g = load_npz(args.dataset)
+    if args.num_parts > g.num_nodes():
+        fail(f"--num_parts {args.num_parts} is more than the graph's {g.num_nodes()} nodes; ask for fewer parts")
+    lap("load")
+
+    part = None                                                                            # dgl: assigned while writing
+    if args.part_method == "random":                                                       # equal sizes, no part empty
+        order = torch.randperm(g.num_nodes(), generator=torch.Generator().manual_seed(args.seed))
+        part = torch.argsort(order) % args.num_parts
+    elif args.part_method != "dgl":
+        view, weight = simple_view(g), None
+        if args.part_method == "ew":
+            weight = edge_weights(view, g.ndata["feat"], args.c)
+        lap("weights")
+        part = metis(view, args.num_parts, weight, args.seed)
+        lap("metis")
+
+    new = args.output.with_name(args.output.name + ".new")                                 # renamed when it is complete
+    shutil.rmtree(new, ignore_errors=True)
+    dgl.random.seed(args.seed)
+    name = Path(args.dataset).stem
+    node_map = write(g, name, args.num_parts, part, new)
+    book = dgl.distributed.load_partition_book(str(new / f"{name}.json"), 0)[0]
+    part = torch.empty(g.num_nodes(), dtype=torch.int64)
+    part[node_map] = book.nid2partid(torch.arange(g.num_nodes()))                          # as written
+    lap("write")
+
+    stats = dict(method=args.part_method, num_parts=args.num_parts, seed=args.seed,
+                 c=args.c if args.part_method == "ew" else None, **statistics(g, part, args.num_parts), seconds=seconds,
+                 peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    (new / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
+    shutil.rmtree(args.output, ignore_errors=True)
+    new.rename(args.output)
+    print(f"{name}: {g.num_nodes()} nodes, {g.num_edges()} edges, in {args.num_parts} parts by {args.part_method}")
+    print(table(stats))
+
+
+if __name__ == "__main__":
+    main(check(arguments().parse_args()))
