@@ -64,6 +64,7 @@ def fork(name, env, main, *arguments):
     except SystemExit:                                      # how a server ends
         pass
     finally:
+        sys.stdout.flush()
         os._exit(0)
 
 
@@ -124,6 +125,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 try:
     shutil.rmtree(logs, ignore_errors=True)
     fork("partition", {}, partition.main, part)             # also in a child: a process that has computed must not fork
+    import torch._dynamo                                    # Adam wants it: 4 seconds, here once instead of on each host
     wait()
     logs.mkdir()
     for old in (*out.glob("host*.pt"), *out.glob("global.pt"), *out.glob("summary.json")):

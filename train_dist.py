@@ -237,8 +237,10 @@ def fail(message):
     sys.exit(2)
 
 
-def say(*text, file=None):
-    print(*text, file=file, flush=True)
+def say(text, file=sys.stdout):
+    """One write per line, so that the lines of several hosts do not mix."""
+    file.write(text + "\n")
+    file.flush()
 
 
 def show(scores):
@@ -280,7 +282,7 @@ def arguments():
     p.add_argument("--num_layers", type=int, default=2)
     p.add_argument("--fan_out", default="25,25", help="neighbours sampled per layer")
     p.add_argument("--batch_size", type=int, default=1000, help="per host")
-    p.add_argument("--lr", type=float, default=0.001)
+    p.add_argument("--lr", type=float, default=0.01)
     p.add_argument("--dropout", type=float, default=0.5)
     p.add_argument("--gamma", type=float, default=0.0, help="of the focal loss; 0 is cross-entropy")
     p.add_argument("--lambda", type=float, default=1e-5, dest="lambda_", help="pull towards the global model in personalisation")
