@@ -20,25 +20,31 @@ if ! cmp -s "$here/requirements.txt" "$here/.venv/installed"; then
     cp "$here/requirements.txt" "$here/.venv/installed"
 fi
 export DGLBACKEND=pytorch EAT_HOME=$here
-if [ "${1:-}" = test ]; then shift; cd "$here"; exec "$python" -m pytest "$@" tests; fi
+if [ "${1:-}" = test ]; then shift; cd "$here"; exec "$python" -m pytest "$@"; fi
 
 # All hosts on this machine. One process imports torch and dgl, 7 seconds of work, and forks every server and trainer.
 exec "$python" - "$@" <<'PY'
-import argparse, ctypes, glob, os, random, shutil, signal, socket, sys, time
+import argparse, contextlib, ctypes, glob, os, random, shutil, signal, socket, sys, time
 from pathlib import Path
 start = time.time()
+sys.argv[0] = "launch.sh"
 sys.path.insert(0, os.environ["EAT_HOME"])
 parser = argparse.ArgumentParser(prog="./launch.sh", add_help=False, allow_abbrev=False)
 parser.add_argument("--hosts", type=int, default=4)
 parser.add_argument("--out", type=Path, default="out")
+parser.error = lambda message: sys.exit(print(f"launch.sh: {message}", file=sys.stderr) or 2)
 launch, flags = parser.parse_known_args()
+if launch.hosts < 1:
+    parser.error(f"--hosts {launch.hosts} must be at least 1")
+if set(flags) & {"--num_parts", "--output"}:
+    parser.error("--num_parts and --output follow from --hosts and --out here; use these")
 threads = max(1, len(os.sched_getaffinity(0)) // max(1, launch.hosts))
 os.environ.update(OMP_NUM_THREADS=str(threads), GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", EAT_STARTED=str(start),
                   DGL_DIST_MODE="distributed", DGL_NUM_SERVER="1", DGL_NUM_CLIENT=str(launch.hosts), DGL_GRAPH_FORMAT="csc")
 import partition, personalize, train_dist
 
-if launch.hosts < 1:
-    train_dist.fail(f"--hosts {launch.hosts} must be at least 1")
+if {"-h", "--help"} & set(flags):
+    sys.exit("\n".join([parser.format_help(), partition.arguments().format_help(), train_dist.arguments().format_help()]))
 out, logs = launch.out, launch.out / "logs"
 part, flags = partition.arguments().parse_known_args(flags)
 part.num_parts, part.output = launch.hosts, out / "parts"
@@ -96,9 +102,9 @@ def job(script):
     """One DistDGL job: a server and a trainer for each host."""
     ports[:] = []
     while len(ports) <= launch.hosts:                       # below the ports that the kernel gives to clients by itself
-        with socket.socket() as s:
-            port = random.randrange(10000, 32000)
-            if port not in ports and s.connect_ex(("127.0.0.1", port)):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port := random.randrange(10000, 32000)))
+            if port not in ports:
                 ports.append(port)
     args.ip_config, args.part_config = out / "ip_config.txt", next(p for p in part.output.glob("*.json") if p.name != "stats.json")
     args.ip_config.write_text("".join(f"127.0.0.1 {port}\n" for port in ports[1:]))

@@ -11,7 +11,6 @@ Reads   out/global.pt and the partition directory.
 Writes  out/host{i}.pt (weights, per-class counts, epochs); the report: out/summary.json and its table.
 """
 import json
-import resource
 import sys
 import time
 from pathlib import Path
@@ -20,8 +19,8 @@ import dgl
 import torch
 
 import sampler
-from train_dist import (SAGE, Host, arguments, check, check_files, class_counts, connect, disconnect, f1_scores, fail, full_block,
-                        guarded, progress, save, say, show, sync_epochs, train_epoch)
+from train_dist import (SAGE, Host, arguments, check, check_files, class_counts, connect, disconnect, epoch_row, f1_scores, fail, full_block,
+                        guarded, save, say, show, sync_epochs, train_epoch)
 
 # n own nodes of the host, M nodes of its local graph (own first), F features, C classes, L layers
 
@@ -98,10 +97,7 @@ def personalize(args, state, host, p):
         schedule.step()
         seconds += (took := time.time() - tic)
         val = f1_scores(counts("val")["val"])
-        rows.append(dict(phase="personalise", host=part_id, epoch=epoch, loss=loss, val=val, seconds=seconds,
-                         samples_per_second=count / took,
-                         peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20))
-        say(progress(rows[-1]))
+        rows.append(epoch_row("personalise", part_id, epoch, loss, val, seconds, count / took))
         if val["micro"] > best["val"]["micro"]:
             best = dict(epoch=epoch, model=weights(), val=val)
         if epoch - best["epoch"] >= args.patience:

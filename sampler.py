@@ -28,7 +28,8 @@ def class_frequency(label):
     nodes without a label are a class of their own. label (n,) classes or (n, C) 0/1 -> (n,)"""
     if label.dim() == 1:
         return torch.bincount(label)[label] if len(label) else label
-    label = torch.cat([label, ~label.any(1, keepdim=True)], 1).bool()                      # (n, C + 1), last: "none"
+    label = label.bool()                                            # before ~, which on uint8 gives 254 and 255
+    label = torch.cat([label, ~label.any(1, keepdim=True)], 1)      # (n, C + 1), the last column is "none"
     return label.sum(0).expand_as(label).masked_fill(~label, len(label) + 1).amin(1)
 
 

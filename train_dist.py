@@ -12,11 +12,9 @@ Writes  out/global.pt (weights of the epoch with the best validation micro-F1, a
 """
 import argparse
 import contextlib
-import datetime
 import json
 import math
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -65,7 +63,9 @@ def focal_loss(logits, label, gamma=0.0):
         log_p = F.log_softmax(logits, 1).gather(1, label[:, None])                         # (B, 1)
     else:
         log_p = F.logsigmoid(torch.where(label.bool(), logits, -logits))                   # (B, C)
-    return -((-torch.expm1(log_p)) ** gamma * log_p).sum() if gamma else -log_p.sum()
+    if gamma == 0:
+        return -log_p.sum()
+    return -((-torch.expm1(log_p)).clamp(min=1e-12) ** gamma * log_p).sum()               # 0^gamma has no gradient at gamma < 1
 
 
 def class_counts(logits, label):
@@ -211,8 +211,9 @@ def train(args, g):
             best = dict(epoch=epoch, val=val, seconds=seconds,
                         model={k: v.clone() for k, v in model.module.state_dict().items()})
         if rank == 0:
-            log(args.out, phase="generalise", host="all", epoch=epoch, loss=float(loss) / sum(sizes), val=val, seconds=seconds,
-                samples_per_second=sum(sizes) / took)
+            row = epoch_row("generalise", "all", epoch, float(loss) / sum(sizes), val, seconds, sum(sizes) / took)
+            with open(args.out / "metrics.jsonl", "a") as f:
+                f.write(json.dumps(row) + "\n")
             save(args.out / "global.pt", dict(best, shape=shape, last=dict(
                 epoch=epoch, model=model.module.state_dict(), optimizer=optimizer.state_dict(), schedule=schedule.state_dict())))
         if epoch - best["epoch"] >= args.patience:
@@ -232,32 +233,27 @@ def sync_epochs(args):
     return max(1, round(args.num_epochs * args.sync_fraction))
 
 
-def fail(message):
-    say(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def say(text, file=sys.stdout):
     """One write per line, so that the lines of several hosts do not mix."""
     file.write(text + "\n")
     file.flush()
 
 
+def fail(message):
+    say(f"{Path(sys.argv[0]).name}: {message}", sys.stderr)
+    sys.exit(2)
+
+
 def show(scores):
-    return ", ".join(f"{k}-F1 {scores[k]:.4f}" for k in ("micro", "macro", "weighted"))
+    return ", ".join(f"{k}-F1 {v:.4f}" for k, v in scores.items())
 
 
-def log(out, **row):
-    """A line of metrics.jsonl, and a shorter one for the screen. seconds: of training so far, evaluation not counted."""
-    row["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    with open(out / "metrics.jsonl", "a") as f:
-        f.write(json.dumps(row) + "\n")
-    say(progress(row))
-
-
-def progress(row):
-    return (f"{row['phase']} host {row['host']:>3} epoch {row['epoch']:3d}: loss {row['loss']:.4f}, val {show(row['val'])}, "
-            f"{row['seconds']:6.1f} s, {row['samples_per_second']:.0f} samples/s")
+def epoch_row(phase, host, epoch, loss, val, seconds, samples_per_second):
+    """A line of metrics.jsonl, also said on the screen. seconds: of training so far, evaluation not counted."""
+    say(f"{phase} host {host:>3} epoch {epoch:3d}: loss {loss:.4f}, val {show(val)}, {seconds:6.1f} s, "
+        f"{samples_per_second:.0f} samples/s")
+    return dict(phase=phase, host=host, epoch=epoch, loss=loss, val=val, seconds=seconds, samples_per_second=samples_per_second,
+                peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 
 def save(path, state):
@@ -266,53 +262,54 @@ def save(path, state):
     path.with_suffix(".tmp").replace(path)
 
 
+def number(kind, low, high=math.inf):
+    """-> a parser of numbers from low to high, both included, for argparse"""
+    def parse(text):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low}" + f" and at most {high}" * (high < math.inf))
+        return value
+    parse.__name__ = dict(int="whole number", float="number")[kind.__name__]
+    return parse
+
+
 def arguments():
     """The flags of both phases, DGL's names where DGL has them; -> argparse.ArgumentParser"""
     p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    p.add_argument("--ip_config", type=Path, help="a line per host: ip [port]")
-    p.add_argument("--part_config", type=Path, help="the partition directory's NAME.json")
-    p.add_argument("--graph_name", help="if not the one in part_config")
-    p.add_argument("--out", type=Path, default="out", help="where the results go, the same on every host")
-    p.add_argument("--sampler", choices=("cbs", "uniform"), default="cbs", help="how training nodes are drawn")
-    p.add_argument("--epoch_fraction", type=float, help="share of the training nodes drawn per epoch (cbs 1/3, uniform 1)")
-    p.add_argument("--num_epochs", type=int, default=100, help="of both phases together")
-    p.add_argument("--sync_fraction", type=float, default=0.34, help="share of the epochs in the generalisation phase")
-    p.add_argument("--patience", type=int, default=15, help="epochs without a better validation micro-F1 until a phase stops")
-    p.add_argument("--num_hidden", type=int, default=256)
-    p.add_argument("--num_layers", type=int, default=2)
-    p.add_argument("--fan_out", default="25,25", help="neighbours sampled per layer")
-    p.add_argument("--batch_size", type=int, default=1000, help="per host")
-    p.add_argument("--lr", type=float, default=0.01)
-    p.add_argument("--dropout", type=float, default=0.5)
-    p.add_argument("--gamma", type=float, default=0.0, help="of the focal loss; 0 is cross-entropy")
-    p.add_argument("--lambda", type=float, default=1e-5, dest="lambda_", help="pull towards the global model in personalisation")
-    p.add_argument("--seed", type=int, default=0)
+    add, count, tiny = p.add_argument, number(int, 1), 1e-12
+    add("--ip_config", type=Path, help="a line per host: ip [port]")
+    add("--part_config", type=Path, help="the partition directory's NAME.json")
+    add("--graph_name", help="if not the one in part_config")
+    add("--out", type=Path, default="out", help="where the results go, the same on every host")
+    add("--sampler", choices=("cbs", "uniform"), default="cbs", help="how training nodes are drawn")
+    add("--epoch_fraction", type=number(float, tiny, 1), help="share of the training nodes per epoch (cbs 1/3, uniform 1)")
+    add("--num_epochs", type=count, default=100, help="of both phases together")
+    add("--sync_fraction", type=number(float, tiny, 1), default=0.34, help="share of the epochs in the generalisation phase")
+    add("--patience", type=count, default=15, help="a phase ends so many epochs after its best validation micro-F1")
+    add("--num_hidden", type=count, default=256)
+    add("--num_layers", type=count, default=2)
+    add("--fan_out", default="25,25", help="neighbours sampled per layer, -1 for all")
+    add("--batch_size", type=count, default=1000, help="per host")
+    add("--lr", type=number(float, tiny, 1e6), default=0.01)
+    add("--dropout", type=number(float, 0, 0.99), default=0.5)
+    add("--gamma", type=number(float, 0, 100), default=0.0, help="of the focal loss; 0 is cross-entropy")
+    add("--lambda", type=number(float, 0, 1e12), default=1e-5, dest="lambda_", help="pull of the global model in personalisation")
+    add("--seed", type=number(int, 0, 200_000), default=0)
     p.error = fail
     return p
 
 
 def check(args):
-    """Everything that can be wrong with the arguments themselves; fills in what depends on others."""
+    """What argparse can't: flags that depend on others."""
     try:
-        args.fan_out = [int(f) for f in str(args.fan_out).split(",")]
+        fan_out = [int(f) for f in args.fan_out.split(",")]
     except ValueError:
-        fail(f"--fan_out {args.fan_out}: give one whole number per layer, such as 25,25")
-    if len(args.fan_out) != args.num_layers:
-        fail(f"--fan_out has {len(args.fan_out)} numbers, --num_layers is {args.num_layers}; give one per layer")
+        fan_out = [0]
+    if len(fan_out) != args.num_layers or not all(f > 0 or f == -1 for f in fan_out):
+        fail(f"argument --fan_out: {args.fan_out} must be --num_layers {args.num_layers} numbers, such as {','.join(['25'] * args.num_layers)}")
+    args.fan_out = fan_out
     if args.epoch_fraction is None:
         args.epoch_fraction = 1 / 3 if args.sampler == "cbs" else 1.0
-    for name, ok, must in (
-            ("num_epochs", args.num_epochs >= 1, "be at least 1"), ("patience", args.patience >= 1, "be at least 1"),
-            ("epoch_fraction", 0 < args.epoch_fraction <= 1, "be above 0 and at most 1"),
-            ("sync_fraction", 0 < args.sync_fraction <= 1, "be above 0 and at most 1"),
-            ("num_hidden", args.num_hidden >= 1, "be at least 1"), ("num_layers", args.num_layers >= 1, "be at least 1"),
-            ("fan_out", all(f >= 1 or f == -1 for f in args.fan_out), "be positive, or -1 for all neighbours"),
-            ("batch_size", args.batch_size >= 1, "be at least 1"), ("lr", 0 < args.lr < math.inf, "be positive"),
-            ("dropout", 0 <= args.dropout < 1, "be at least 0 and below 1"),
-            ("gamma", 0 <= args.gamma < math.inf, "be at least 0"), ("lambda_", 0 <= args.lambda_ < math.inf, "be at least 0"),
-            ("seed", 0 <= args.seed < 200_000, "be at least 0 and below 200000")):
-        if not ok:
-            fail(f"--{name.strip('_')} {getattr(args, name)} must {must}")
     return args
 
 
@@ -382,9 +379,9 @@ def guarded(main, *args):
 
 def write_config(args):
     """out/config.json: the arguments in force and what they ran on."""
-    git = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True)
+    git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "-q", "--verify", "HEAD"], capture_output=True, text=True)
     config = {k.rstrip("_"): str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    config.update(world_size=dist.get_world_size(), python=platform.python_version(), torch=torch.__version__, dgl=dgl.__version__,
+    config.update(world_size=dist.get_world_size(), python=sys.version.split()[0], torch=torch.__version__, dgl=dgl.__version__,
                   numpy=np.__version__, git=git.stdout.strip(), started=float(os.environ.get("EAT_STARTED", time.time())))
     (args.out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
@@ -392,7 +389,7 @@ def write_config(args):
 def main(args):
     check_files(args)
     g = connect(args)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(minutes=30))
+    dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "metrics.jsonl").write_text("")
