@@ -13,7 +13,7 @@ if ! cmp -s "$here/requirements.txt" "$here/.venv/installed"; then
     for base in python3 python3.12 python3.11 python3.10 none; do
         "$base" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null && break
     done
-    [ "$base" != none ] || die "no Python 3.10, 3.11 or 3.12 with venv found; install one, such as python3.11 and python3.11-venv"
+    [ "$base" != none ] || die "found no Python 3.10, 3.11 or 3.12 with venv; install one (Debian: python3.11-venv)"
     echo "Installing requirements.txt into .venv with $("$base" --version): 5 GB and some minutes, once." >&2
     "$base" -m venv --clear "$here/.venv"
     "$python" -m pip install -q --disable-pip-version-check -r "$here/requirements.txt"
@@ -106,7 +106,8 @@ def job(script):
             s.bind(("", port := random.randrange(10000, 32000)))
             if port not in ports:
                 ports.append(port)
-    args.ip_config, args.part_config = out / "ip_config.txt", next(p for p in part.output.glob("*.json") if p.name != "stats.json")
+    args.ip_config = out / "ip_config.txt"
+    args.part_config = next(p for p in part.output.glob("*.json") if p.name != "stats.json")
     args.ip_config.write_text("".join(f"127.0.0.1 {port}\n" for port in ports[1:]))
     env = dict(DGL_IP_CONFIG=str(args.ip_config), DGL_CONF_PATH=str(args.part_config), MASTER_PORT=str(ports[0]),
                WORLD_SIZE=str(launch.hosts))
@@ -131,7 +132,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 try:
     shutil.rmtree(logs, ignore_errors=True)
     fork("partition", {}, partition.main, part)             # also in a child: a process that has computed must not fork
-    import torch._dynamo                                    # Adam wants it: 4 seconds, here once instead of on each host
+    import torch._dynamo                                    # for Adam: 4 seconds, here once instead of on each host
     wait()
     logs.mkdir()
     for old in (*out.glob("host*.pt"), *out.glob("global.pt"), *out.glob("summary.json")):

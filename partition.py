@@ -196,12 +196,12 @@ def load_npz(path):
 
 
 def arguments():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     p.add_argument("--dataset", default=Path(__file__).parent / "tests/data/debian.npz", help="the .npz file")
     p.add_argument("--num_parts", type=int, default=4, help="P: number of parts = number of hosts")
     p.add_argument("--part_method", default="ew", choices=("ew", "metis", "random", "dgl"),
                    help="ew: the paper's; metis: the same with unit weights; dgl: DGL's METIS with its balance flags on")
-    p.add_argument("--c", type=float, default=0.5, help="weight of the feature similarity in EW (paper: .1 to 10, mostly .5)")
+    p.add_argument("--c", type=float, default=0.5, help="weight of the feature similarity in EW (paper: .1 to 10)")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--output", type=Path, default="out/parts", help="the directory to write")
     p.error = fail

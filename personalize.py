@@ -19,8 +19,8 @@ import dgl
 import torch
 
 import sampler
-from train_dist import (SAGE, Host, arguments, check, check_files, class_counts, connect, disconnect, epoch_row, f1_scores, fail, full_block,
-                        guarded, save, say, show, sync_epochs, train_epoch)
+from train_dist import (SAGE, Host, arguments, check, check_files, class_counts, connect, disconnect, epoch_row,
+                        f1_scores, fail, full_block, guarded, save, say, show, sync_epochs, train_epoch)
 
 # n own nodes of the host, M nodes of its local graph (own first), F features, C classes, L layers
 
@@ -36,10 +36,10 @@ class LocalGraph:
 
     def __init__(self, host, num_layers):
         nodes, self.reach = host.inner, [host.num_inner]            # reach[k]: how many nodes lie within k hops
-        frontier, edges = nodes, []
+        frontier, edges = nodes, []                                  # in global ids
         for _ in range(num_layers):
             # -1: all in-edges. dgl.distributed.in_subgraph, the obvious call, fails on remote nodes in DGL 2.1.0
-            edges.append(torch.stack(dgl.distributed.sample_neighbors(host.g, frontier, -1).edges()))   # global ids
+            edges.append(torch.stack(dgl.distributed.sample_neighbors(host.g, frontier, -1).edges()))
             new = edges[-1][0].unique()
             frontier = new[~torch.isin(new, nodes)]
             nodes = torch.cat([nodes, frontier])
@@ -92,8 +92,8 @@ def personalize(args, state, host, p):
         tic = time.time()
         rng = sampler.generator(args.seed, part_id, state["last"]["epoch"] + epoch)
         seed_batches = sampler.batches(own[masks["train"]], p, sizes, steps, 0, rng)
-        loss, count = train_epoch(model, optimizer, local.graph, local.feat, local.label, seed_batches, args.fan_out, args.gamma,
-                                  lambda: proximal(model.parameters(), anchors, args.lambda_))
+        loss, count = train_epoch(model, optimizer, local.graph, local.feat, local.label, seed_batches, args.fan_out,
+                                  args.gamma, lambda: proximal(model.parameters(), anchors, vars(args)["lambda"]))
         schedule.step()
         seconds += (took := time.time() - tic)
         val = f1_scores(counts("val")["val"])
@@ -106,8 +106,8 @@ def personalize(args, state, host, p):
     model.load_state_dict(best["model"])
     personal = counts("val", "test")
     model.load_state_dict(state["model"])
-    return dict(best, host=part_id, counts=dict({"global": counts("val", "test")}, personal=personal), rows=rows, seconds=seconds,
-                train_nodes=int(masks["train"].sum()), entropy=entropy)
+    return dict(best, host=part_id, counts={"global": counts("val", "test"), "personal": personal}, rows=rows,
+                seconds=seconds, train_nodes=int(masks["train"].sum()), entropy=entropy)
 
 
 def entropy_of(args, part_id):
@@ -133,27 +133,25 @@ def report(out):
     rows = [line for line in metrics.read_text().splitlines() if json.loads(line)["phase"] == "generalise"]
     metrics.write_text("\n".join(rows + [json.dumps(row) for h in hosts for row in h["rows"]]) + "\n")
 
-    summary = {model: {split: f1_scores(sum(h["counts"][model][split] for h in hosts)) for split in ("val", "test")}
-               for model in ("global", "personal")}
-    summary["seconds"] = dict(phase1=state["seconds"], phase2=max(h["seconds"] for h in hosts),
-                              wall=time.time() - config["started"])
-    summary["hosts"] = [
-        dict({k: h[k] for k in ("host", "entropy", "train_nodes", "epoch", "seconds")},
-             **{model: {split: f1_scores(h["counts"][model][split]) for split in ("val", "test")} for model in ("global", "personal")})
-        for h in hosts]
-    summary.update(missing=missing, config=config)
+    def scores(hosts):
+        return {model: {split: f1_scores(sum(h["counts"][model][split] for h in hosts)) for split in ("val", "test")}
+                for model in ("global", "personal")}
+
+    seconds = dict(phase1=state["seconds"], phase2=max(h["seconds"] for h in hosts), wall=time.time() - config["started"])
+    per_host = [{**{k: h[k] for k in ("host", "entropy", "train_nodes", "epoch", "seconds")}, **scores([h])} for h in hosts]
+    summary = dict(scores(hosts), seconds=seconds, hosts=per_host, missing=missing, config=config)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
     row = "{:>5} {:>13} {:>12} {:>8} {:>22} {:>22}"
     say(row.format("host", "entropy/bits", "train nodes", "seconds", "test micro-F1 global", "personal"))
-    for h in summary["hosts"]:
-        say(row.format(h["host"], "-" if h["entropy"] is None else f"{h['entropy']:.3f}", h["train_nodes"], f"{h['seconds']:.1f}",
-                       *(f"{h[model]['test']['micro']:.4f}" for model in ("global", "personal"))))
-    for model in ("global", "personal"):
-        say(f"{model + ' model' + 's' * (model == 'personal'):>15}, all test nodes: {show(summary[model]['test'])}")
-    seconds = summary["seconds"]
-    say(f"seconds of training: generalisation {seconds['phase1']:.1f}, personalisation {seconds['phase2']:.1f} (slowest host); "
-        f"of everything: {seconds['wall']:.0f}")
+    for h in per_host:
+        entropy = "-" if h["entropy"] is None else f"{h['entropy']:.3f}"
+        micro = (f"{h[model]['test']['micro']:.4f}" for model in ("global", "personal"))
+        say(row.format(h["host"], entropy, h["train_nodes"], f"{h['seconds']:.1f}", *micro))
+    for model, name in (("global", "global model"), ("personal", "personal models")):
+        say(f"{name:>15}, all test nodes: {show(summary[model]['test'])}")
+    say(f"seconds of training: generalisation {seconds['phase1']:.1f}, personalisation {seconds['phase2']:.1f} "
+        f"(slowest host); of everything: {seconds['wall']:.0f}")
     if missing:
         say(f"PARTIAL: no result of host(s) {', '.join(map(str, missing))}; the scores are those of the other hosts")
     return missing
@@ -164,6 +162,8 @@ def main(args):
         fail(f"--out {args.out} holds no global.pt; run train_dist.py first")
     check_files(args)
     state = torch.load(args.out / "global.pt")
+    if args.num_layers != (layers := state["shape"]["num_layers"]):
+        fail(f"--num_layers {args.num_layers}: {args.out}/global.pt has {layers}")
     host = Host(connect(args))
     result = personalize(args, state, host, host.cbs_probabilities() if args.sampler == "cbs" else None)
     save(args.out / f"host{result['host']}.pt", result)

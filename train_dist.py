@@ -65,7 +65,8 @@ def focal_loss(logits, label, gamma=0.0):
         log_p = F.logsigmoid(torch.where(label.bool(), logits, -logits))                   # (B, C)
     if gamma == 0:
         return -log_p.sum()
-    return -((-torch.expm1(log_p)).clamp(min=1e-12) ** gamma * log_p).sum()               # 0^gamma has no gradient at gamma < 1
+    one_minus_p = (-torch.expm1(log_p)).clamp(min=1e-12)            # 0^gamma has no gradient at gamma < 1
+    return -(one_minus_p ** gamma * log_p).sum()
 
 
 def class_counts(logits, label):
@@ -96,8 +97,8 @@ def f1_scores(counts):
 
 def full_block(indptr, indices, num_src, num_dst):
     """The block of all in-edges of nodes 0..num_dst-1 from a graph in CSC form, for inference without sampling."""
-    end = int(indptr[num_dst])
-    return dgl.create_block(("csc", (indptr[:num_dst + 1], indices[:end], [])), num_src_nodes=num_src, num_dst_nodes=num_dst)
+    in_edges = (indptr[:num_dst + 1], indices[:int(indptr[num_dst])], [])
+    return dgl.create_block(("csc", in_edges), num_src_nodes=num_src, num_dst_nodes=num_dst)
 
 
 class Host:
@@ -113,7 +114,7 @@ class Host:
         self.feat = g.ndata["feat" if "feat" in g.ndata else "features"]                   # DistTensor (N, F)
         self.label = g.ndata["label" if "label" in g.ndata else "labels"]                  # DistTensor (N,) or (N, C)
         self.inner_label = self.label[self.inner].long()
-        self.masks = {k: g.ndata[f"{k}_mask"][self.inner].bool() for k in ("train", "val", "test")}   # inner nodes
+        self.masks = {k: g.ndata[f"{k}_mask"][self.inner].bool() for k in ("train", "val", "test")}
         self.train_nodes = self.inner[self.masks["train"]]
 
     def cbs_probabilities(self):
@@ -126,8 +127,9 @@ class Host:
 
 
 class Inference:
-    """Exact layer-wise inference over all nodes of the graph: every host computes its own nodes from all their neighbours,
-    labelled or not, and after each layer but the last publishes the activations, of which the others pull their halo."""
+    """Exact layer-wise inference over all nodes of the graph: every host computes its own nodes from all their
+    neighbours, labelled or not, and after each layer but the last publishes the activations for the others' halos.
+    Between two calls there must be a collective, or a fast host overwrites what a slow one still reads."""
 
     def __init__(self, host, num_hidden, num_layers):
         self.host = host
@@ -177,7 +179,8 @@ def train(args, g):
     dist.all_gather_object(num_train, len(host.train_nodes))
     sizes, steps = sampler.mini_epoch_sizes(num_train, args.epoch_fraction, args.batch_size)
     p = host.cbs_probabilities() if args.sampler == "cbs" else None
-    num_classes = torch.tensor(int(host.inner_label.max()) + 1 if host.inner_label.dim() == 1 else host.inner_label.shape[1])
+    label = host.inner_label
+    num_classes = torch.tensor(int(label.max()) + 1 if label.dim() == 1 else label.shape[1])
     dist.all_reduce(num_classes, dist.ReduceOp.MAX)
 
     torch.manual_seed(args.seed)                                    # the same initial weights everywhere
@@ -200,7 +203,8 @@ def train(args, g):
     for epoch in range(1, num_epochs + 1):
         dist.barrier()
         tic = time.time()
-        seed_batches = sampler.batches(host.train_nodes, p, sizes, steps, rank, sampler.generator(args.seed, rank, epoch))
+        rng = sampler.generator(args.seed, rank, epoch)
+        seed_batches = sampler.batches(host.train_nodes, p, sizes, steps, rank, rng)
         loss, _ = train_epoch(model, optimizer, g, host.feat, host.label, seed_batches, args.fan_out, args.gamma)
         schedule.step()
         loss = torch.tensor([loss * int(sizes[rank])])
@@ -214,8 +218,9 @@ def train(args, g):
             row = epoch_row("generalise", "all", epoch, float(loss) / sum(sizes), val, seconds, sum(sizes) / took)
             with open(args.out / "metrics.jsonl", "a") as f:
                 f.write(json.dumps(row) + "\n")
-            save(args.out / "global.pt", dict(best, shape=shape, last=dict(
-                epoch=epoch, model=model.module.state_dict(), optimizer=optimizer.state_dict(), schedule=schedule.state_dict())))
+            last = dict(epoch=epoch, model=model.module.state_dict(), optimizer=optimizer.state_dict(),
+                        schedule=schedule.state_dict())
+            save(args.out / "global.pt", dict(best, shape=shape, last=last))
         if epoch - best["epoch"] >= args.patience:
             break
 
@@ -233,8 +238,9 @@ def sync_epochs(args):
     return max(1, round(args.num_epochs * args.sync_fraction))
 
 
-def say(text, file=sys.stdout):
+def say(text, file=None):
     """One write per line, so that the lines of several hosts do not mix."""
+    file = file or sys.stdout
     file.write(text + "\n")
     file.flush()
 
@@ -252,8 +258,9 @@ def epoch_row(phase, host, epoch, loss, val, seconds, samples_per_second):
     """A line of metrics.jsonl, also said on the screen. seconds: of training so far, evaluation not counted."""
     say(f"{phase} host {host:>3} epoch {epoch:3d}: loss {loss:.4f}, val {show(val)}, {seconds:6.1f} s, "
         f"{samples_per_second:.0f} samples/s")
-    return dict(phase=phase, host=host, epoch=epoch, loss=loss, val=val, seconds=seconds, samples_per_second=samples_per_second,
-                peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return dict(phase=phase, host=host, epoch=epoch, loss=loss, val=val, seconds=seconds,
+                samples_per_second=samples_per_second, peak_memory_gb=peak)
 
 
 def save(path, state):
@@ -267,7 +274,8 @@ def number(kind, low, high=math.inf):
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low}" + f" and at most {high}" * (high < math.inf))
+            limit = f" and at most {high:g}" * (high < math.inf)
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low:g}" + limit)
         return value
     parse.__name__ = dict(int="whole number", float="number")[kind.__name__]
     return parse
@@ -282,9 +290,9 @@ def arguments():
     add("--graph_name", help="if not the one in part_config")
     add("--out", type=Path, default="out", help="where the results go, the same on every host")
     add("--sampler", choices=("cbs", "uniform"), default="cbs", help="how training nodes are drawn")
-    add("--epoch_fraction", type=number(float, tiny, 1), help="share of the training nodes per epoch (cbs 1/3, uniform 1)")
+    add("--epoch_fraction", type=number(float, tiny, 1), help="training nodes per epoch (cbs 1/3, uniform 1)")
     add("--num_epochs", type=count, default=100, help="of both phases together")
-    add("--sync_fraction", type=number(float, tiny, 1), default=0.34, help="share of the epochs in the generalisation phase")
+    add("--sync_fraction", type=number(float, tiny, 1), default=0.34, help="the generalisation phase's share of them")
     add("--patience", type=count, default=15, help="a phase ends so many epochs after its best validation micro-F1")
     add("--num_hidden", type=count, default=256)
     add("--num_layers", type=count, default=2)
@@ -293,7 +301,7 @@ def arguments():
     add("--lr", type=number(float, tiny, 1e6), default=0.01)
     add("--dropout", type=number(float, 0, 0.99), default=0.5)
     add("--gamma", type=number(float, 0, 100), default=0.0, help="of the focal loss; 0 is cross-entropy")
-    add("--lambda", type=number(float, 0, 1e12), default=1e-5, dest="lambda_", help="pull of the global model in personalisation")
+    add("--lambda", type=number(float, 0, 1e12), default=1e-5, help="pull of the global model in personalisation")
     add("--seed", type=number(int, 0, 200_000), default=0)
     p.error = fail
     return p
@@ -306,7 +314,8 @@ def check(args):
     except ValueError:
         fan_out = [0]
     if len(fan_out) != args.num_layers or not all(f > 0 or f == -1 for f in fan_out):
-        fail(f"argument --fan_out: {args.fan_out} must be --num_layers {args.num_layers} numbers, such as {','.join(['25'] * args.num_layers)}")
+        example = ",".join(["25"] * args.num_layers)
+        fail(f"argument --fan_out: {args.fan_out} must be --num_layers {args.num_layers} numbers, such as {example}")
     args.fan_out = fan_out
     if args.epoch_fraction is None:
         args.epoch_fraction = 1 / 3 if args.sampler == "cbs" else 1.0
@@ -326,12 +335,13 @@ def check_files(args):
         fail(f"--part_config {args.part_config} is not a DistDGL partition file; partition.py writes one")
     hosts = len(args.ip_config.read_text().splitlines())
     if hosts != parts:
-        fail(f"--ip_config {args.ip_config} has {hosts} lines, the graph {parts} parts; partition it with --num_parts {hosts}")
+        fail(f"--ip_config {args.ip_config} has {hosts} lines, the graph {parts} parts; partition it into {hosts}")
 
 
 def share_machine(host, port):
-    """Lets several DistDGL hosts live on one machine, which DistDGL does not foresee: it takes the first line of ip_config with
-    a local address for its own host, and all hosts would write their rows into shared memory under the same names. port: of this host in ip_config, unique on the machine."""
+    """Lets several DistDGL hosts live on one machine, which DistDGL does not foresee: each would take itself for the first
+    line of ip_config that has a local address, and all would write their rows into shared memory under the same names.
+    port: this host's in ip_config, unique on the machine."""
     from dgl.distributed import dist_graph, graph_partition_book, kvstore, rpc_client
 
     def rename(owner, function, position):
@@ -363,7 +373,7 @@ def disconnect():
 
 
 def guarded(main, *args):
-    """Runs main(*args). After an error this process ends at once: DistDGL's exit handler would wait for the other hosts for ever."""
+    """Runs main(*args). An error ends this process at once: DistDGL's exit handler would wait for the other hosts."""
     try:
         return main(*args)
     except SystemExit as e:
@@ -379,11 +389,12 @@ def guarded(main, *args):
 
 def write_config(args):
     """out/config.json: the arguments in force and what they ran on."""
-    git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "-q", "--verify", "HEAD"], capture_output=True, text=True)
-    config = {k.rstrip("_"): str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    config.update(world_size=dist.get_world_size(), python=sys.version.split()[0], torch=torch.__version__, dgl=dgl.__version__,
-                  numpy=np.__version__, git=git.stdout.strip(), started=float(os.environ.get("EAT_STARTED", time.time())))
-    (args.out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "-q", "--verify", "HEAD"],
+                         capture_output=True, text=True)
+    config = dict(vars(args), world_size=dist.get_world_size(), python=sys.version.split()[0], torch=torch.__version__,
+                  dgl=dgl.__version__, numpy=np.__version__, git=git.stdout.strip(),
+                  started=float(os.environ.get("EAT_STARTED", time.time())))
+    (args.out / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
 
 
 def main(args):

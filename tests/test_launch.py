@@ -1,4 +1,4 @@
-"""./launch.sh as a user types it: real METIS, DistDGL servers and trainers, DDP, personalisation, report; and its failures."""
+"""./launch.sh as a user types it, with everything real, from METIS to the report; and its failures."""
 import json
 import os
 import re
@@ -17,12 +17,12 @@ from conftest import ROOT, full_graph_logits, random_graph, write_npz
 import partition
 from train_dist import SAGE, class_counts, f1_scores
 
-SMALL = ["--hosts", "2", "--num_epochs", "12", "--sync_fraction", "0.5", "--batch_size", "40", "--num_hidden", "16", "--seed", "3"]
+SMALL = "--hosts 2 --num_epochs 12 --sync_fraction 0.5 --batch_size 40 --num_hidden 16 --seed 3".split()
 
 
 def launch(*flags, cwd=ROOT):
-    return subprocess.Popen([str(ROOT / "launch.sh"), *map(str, flags)], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)
+    return subprocess.Popen([str(ROOT / "launch.sh"), *map(str, flags)], cwd=cwd, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def leftovers(out):
@@ -54,7 +54,8 @@ def load(out, data):
     g = partition.load_npz(data)
     node_map = torch.load(out / "parts" / "node_map.pt")
     ranges = json.loads((out / "parts" / "toy.json").read_text())["node_map"]["_N"]
-    return g, [node_map[a:b] for a, b in ranges], torch.load(out / "global.pt"), json.loads((out / "summary.json").read_text())
+    owned = [node_map[a:b] for a, b in ranges]
+    return g, owned, torch.load(out / "global.pt"), json.loads((out / "summary.json").read_text())
 
 
 def test_global_scores_are_those_of_the_global_model_on_the_whole_graph(two_runs, data):
@@ -106,7 +107,7 @@ def test_results_as_data(two_runs):
     assert config["seed"] == 3 and config["world_size"] == 2 and config["dgl"] == "2.1.0" and config["lambda"] == 1e-5
     summary = json.loads((out / "summary.json").read_text())
     assert {"global", "personal", "seconds", "hosts", "missing", "config"} <= set(summary) and summary["missing"] == []
-    assert set(summary["seconds"]) == {"phase1", "phase2", "wall"} and summary["seconds"]["wall"] > summary["seconds"]["phase1"] > 0
+    assert summary["seconds"]["wall"] > summary["seconds"]["phase1"] + summary["seconds"]["phase2"] > 0
 
 
 def test_report_is_the_last_thing_on_the_screen(two_runs):
@@ -114,7 +115,8 @@ def test_report_is_the_last_thing_on_the_screen(two_runs):
     summary = json.loads((out / "summary.json").read_text())
     lines = text.strip().splitlines()
     for model, line in (("global", lines[-3]), ("personal", lines[-2])):
-        assert [float(x) for x in re.findall(r"F1 ([\d.]+)", line)] == [round(summary[model]["test"][k], 4) for k in ("micro", "macro", "weighted")]
+        scores = summary[model]["test"]
+        assert re.findall(r"F1 ([\d.]+)", line) == [f"{scores[k]:.4f}" for k in ("micro", "macro", "weighted")]
     for i, line in enumerate(lines[-5:-3]):
         h = summary["hosts"][i]
         assert line.split() == [str(i), f"{h['entropy']:.3f}", str(h["train_nodes"]), f"{h['seconds']:.1f}",
@@ -139,7 +141,8 @@ def test_a_second_run_into_the_same_directory(two_runs, data):
     _, error = job.communicate(timeout=240)
     assert job.returncode == 0, error
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["config"]["sampler"] == "uniform" and summary["config"]["epoch_fraction"] == 1 and before != json.dumps(summary)
+    assert summary["config"]["sampler"] == "uniform" and summary["config"]["epoch_fraction"] == 1
+    assert before != (out / "summary.json").read_text()
     assert len((out / "metrics.jsonl").read_text().splitlines()) == 2 + 2 * 2
 
 
@@ -177,7 +180,8 @@ def test_a_failure_ends_the_job_everywhere_within_30_s(data, tmp_path, victim):
 
 def test_one_killed_in_personalisation_takes_nobody_along(data, tmp_path):
     out = tmp_path / "out"
-    job = launch("--dataset", data, "--out", out, *SMALL, "--num_epochs", "400", "--sync_fraction", "0.01", "--patience", "1000")
+    long = "--num_epochs 400 --sync_fraction 0.01 --patience 1000".split()
+    job = launch("--dataset", data, "--out", out, *SMALL, *long)
     for line in job.stdout:
         if line.startswith("personalise host   1"):                 # it has left DistDGL
             break
@@ -188,13 +192,12 @@ def test_one_killed_in_personalisation_takes_nobody_along(data, tmp_path):
     assert summary["missing"] == [1] and summary["hosts"][0]["seconds"] > 0 and leftovers(out) == []
 
 
-@pytest.mark.parametrize("flags, name", [(["--hosts", "0"], "--hosts 0"), (["--lr", "0"], "--lr"), (["--nonsense", "1"], "--nonsense"),
-                                         (["--dataset", "no.npz"], "--dataset no.npz"), (["--num_parts", "2"], "--num_parts"),
-                                         (["--hosts"], "--hosts")])
-def test_bad_input_is_one_line_and_writes_nothing(tmp_path, flags, name):
-    job = launch("--out", tmp_path / "out", *flags)
+@pytest.mark.parametrize("flags", ["--hosts 0", "--lr 0", "--nonsense 1", "--dataset no.npz", "--num_parts 2", "--hosts"])
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, flags):
+    job = launch("--out", tmp_path / "out", *flags.split())
     output, error = job.communicate(timeout=60)
-    assert job.returncode == 2 and error.count("\n") == 1 and name in error and not (tmp_path / "out").exists()
+    assert job.returncode == 2 and error.count("\n") == 1 and flags.split()[0] in error
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

@@ -70,7 +70,8 @@ def test_directory_read_back_through_dgl(tmp_path, method, multilabel, monkeypat
     assigned = {}
     use = partition.use_assignment
     monkeypatch.setattr(partition, "use_assignment", lambda part: use(assigned.setdefault("part", part)))
-    config = make_parts(write_npz(tmp_path / "g.npz", **arrays), tmp_path / "parts", "--num_parts", 3, "--part_method", method)
+    data = write_npz(tmp_path / "g.npz", **arrays)
+    config = make_parts(data, tmp_path / "parts", "--num_parts", 3, "--part_method", method)
     node_map = torch.load(config.parent / "node_map.pt")
     assert sorted(node_map.tolist()) == list(range(150))
     stats, edges, seen = json.loads((config.parent / "stats.json").read_text()), [], []
@@ -95,7 +96,8 @@ def test_directory_read_back_through_dgl(tmp_path, method, multilabel, monkeypat
     both = pairs | {(v, u) for u, v in pairs}
     assert len(edges) == len(both) and set(edges) == both           # each direction of each edge once
     assert sorted(seen) == list(range(150))
-    home = {n: i for i in range(3) for n in node_map[slice(*json.loads(config.read_text())["node_map"]["_N"][i])].tolist()}
+    ranges = json.loads(config.read_text())["node_map"]["_N"]
+    home = {n: i for i in range(3) for n in node_map[slice(*ranges[i])].tolist()}
     assert stats["edge_cut"] == pytest.approx(np.mean([home[u] != home[v] for u, v in both]))
 
 

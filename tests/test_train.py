@@ -1,4 +1,4 @@
-"""train_dist.py: scores, loss, gradients; and, in a real DistDGL job of 3 hosts, rows and inference against the whole graph."""
+"""train_dist.py: scores, loss, gradients; and in real DistDGL jobs rows and inference against the whole graph."""
 import json
 
 import dgl
@@ -40,7 +40,8 @@ def test_f1_of_summed_counts_equals_the_direct_computation(multilabel):
     else:
         label = torch.tensor(rng.integers(0, 5, 90))
         pred, true = (np.eye(6, dtype=bool)[i] for i in (logits.argmax(1), label))
-    hosts = [class_counts(logits[part], label[part]) for part in (slice(0, 10), slice(10, 75), slice(75, 75), slice(75, 90))]
+    parts = (slice(0, 10), slice(10, 75), slice(75, 75), slice(75, 90))
+    hosts = [class_counts(logits[part], label[part]) for part in parts]
     scores = f1_scores(sum(hosts))
     for name, value in f1_directly(pred, true, 6).items():
         assert scores[name] == pytest.approx(float(value)), name
@@ -138,6 +139,7 @@ def look_around(args):
     model = SAGE(host.feat.shape[1], 8, 5, args.num_layers, 0.5)
     inference = train_dist.Inference(host, 8, args.num_layers)
     logits = inference(model)
+    dist.barrier()
     for p in model.parameters():
         p.data += 0.1
     again = inference(model)                                        # the buffers are written a second time
@@ -150,7 +152,8 @@ def look_around(args):
                 state=(train_dist.disconnect(), own.state_dict())[1])
 
 
-@pytest.fixture(scope="module", params=[(3, False, 2), (2, True, 3), (1, False, 1)], ids=lambda p: "hosts{}-multi{}-layers{}".format(*p))
+@pytest.fixture(scope="module", params=[(3, False, 2), (2, True, 3), (1, False, 1)],
+                ids=lambda p: "hosts{}-multi{}-layers{}".format(*p))
 def job(request, tmp_path_factory):
     parts, multilabel, layers = request.param
     tmp = tmp_path_factory.mktemp("job")
@@ -214,7 +217,8 @@ def test_cbs_probabilities_of_a_host_use_global_degrees(job):
     norm = sampler.column_norms(u, v, g.in_degrees(), 150)
     for h in hosts:
         original = node_map[h["train_nodes"]]
-        torch.testing.assert_close(h["p"], sampler.cbs_probabilities(norm[original], torch.tensor(arrays["label"])[original]))
+        label = torch.tensor(arrays["label"])[original]
+        torch.testing.assert_close(h["p"], sampler.cbs_probabilities(norm[original], label))
 
 
 BAD_FLAGS = {"--batch_size": "0", "--lr": "-1", "--dropout": "1", "--fan_out": "25", "--num_epochs": "x", "--sampler": "best",
@@ -236,7 +240,8 @@ def test_files_that_do_not_fit_are_one_line(tmp_path, capfd):
     hosts.write_text("127.0.0.1 30050\n")
     bad = tmp_path / "bad.json"
     bad.write_text("{}")
-    for part_config, ip_config, word in ((config, hosts, "2 parts"), (bad, hosts, "--part_config"), (config, tmp_path / "no", "--ip_config")):
+    for part_config, ip_config, word in ((config, hosts, "2 parts"), (bad, hosts, "--part_config"),
+                                         (config, tmp_path / "no", "--ip_config")):
         args = train_dist.arguments().parse_args(["--part_config", str(part_config), "--ip_config", str(ip_config)])
         with pytest.raises(SystemExit) as e:
             train_dist.check_files(args)
