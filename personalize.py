@@ -46,7 +46,7 @@ class LocalGraph:
             self.reach.append(len(nodes))
         local = torch.empty(host.g.num_nodes(), dtype=torch.int64)
         local[nodes] = torch.arange(len(nodes))
-        self.graph = dgl.graph(tuple(local[torch.cat(edges, 1)]), num_nodes=len(nodes)).formats(["coo", "csc"])
+        self.graph = dgl.graph(tuple(local[torch.cat(edges, 1)]), num_nodes=len(nodes)).formats("csc")
         self.feat, self.label = host.feat[nodes], host.inner_label  # (M, F), (n,) or (n, C)
 
     @torch.no_grad()
@@ -66,13 +66,13 @@ def personalize(args, state, host, p):
     """The personalisation phase of one host. No barrier, no collective and no message from here on.
     state: global.pt. Selection by the host's own validation micro-F1; the global model stays where that does not rise.
     -> what host{i}.pt holds"""
-    local, masks, own = LocalGraph(host, args.num_layers), host.masks, torch.arange(host.num_inner)
-    part_id, entropy = int(host.part_id), entropy_of(args, host.part_id)
+    part_id, masks, own = int(host.part_id), host.masks, torch.arange(host.num_inner)
+    torch.manual_seed(args.seed * 9973 + part_id)
+    dgl.seed(args.seed * 9973 + part_id)                            # DGL returns even all in-edges in random order
+    local, entropy = LocalGraph(host, args.num_layers), entropy_of(args, part_id)
     del host.g, host.feat, host.label
     disconnect()                                                    # the last time that hosts wait for each other
 
-    torch.manual_seed(args.seed * 9973 + part_id)
-    dgl.seed(args.seed * 9973 + part_id)
     model = SAGE(**state["shape"])
     model.load_state_dict(state["model"])
     anchors = [w.detach().clone() for w in model.parameters()]

@@ -11,6 +11,7 @@ Writes  out/global.pt (weights of the epoch with the best validation micro-F1, a
         out/metrics.jsonl (a line per epoch), out/config.json.
 """
 import argparse
+import collections
 import contextlib
 import json
 import math
@@ -359,8 +360,23 @@ def share_machine(host, port):
     rpc_client.get_local_machine_id = lambda _: host
 
 
+def seed_servers(seed):
+    """Makes remote neighbours follow from the seed. A server draws them for whoever asks first; so it seeds itself anew for
+    each request, by the nodes asked for and by how often just these have been asked for."""
+    from dgl.distributed.graph_services import SamplingRequest
+    process, asked = SamplingRequest.process_request, collections.Counter()
+
+    def process_seeded(request, server_state):
+        nodes = int(request.seed_nodes.sum())
+        asked[nodes] += 1
+        dgl.seed(hash((seed, nodes, asked[nodes])) % 2**31)         # of integers, so the same in every process
+        return process(request, server_state)
+    SamplingRequest.process_request = process_seeded
+
+
 def connect(args):
     """-> the DistGraph. Servers serve inside initialize() and never come back."""
+    seed_servers(args.seed)
     with contextlib.redirect_stdout(sys.stderr):                    # DGL's own messages
         dgl.distributed.initialize(str(args.ip_config))
         return dgl.distributed.DistGraph(args.graph_name, part_config=str(args.part_config))

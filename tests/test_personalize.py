@@ -55,8 +55,9 @@ def test_proximal_term_and_its_gradient():
     torch.testing.assert_close(w.grad, 2 * 0.1 * (w.detach() - w_g))
 
 
-def result(host, offset):
-    logits, label = torch.eye(5)[torch.arange(20) % 5], (torch.arange(20) + (torch.arange(20) < offset)) % 5
+def result(host, nodes, wrong):
+    label = torch.arange(nodes) % 5
+    logits = torch.eye(5)[(label + (torch.arange(nodes) < wrong)) % 5]
     counts = {s: class_counts(logits, label) for s in ("val", "test")}
     return dict(host=host, entropy=None, train_nodes=7, epoch=1, seconds=1.5 + host,
                 counts={"global": counts, "personal": counts}, rows=[dict(phase="personalise", host=host, epoch=1)])
@@ -68,15 +69,15 @@ def test_report_sums_counts_and_names_who_is_missing(tmp_path, capfd):
     (tmp_path / "config.json").write_text(json.dumps(dict(world_size=3, started=0)))
     (tmp_path / "metrics.jsonl").write_text('{"phase": "generalise"}\n{"phase": "personalise", "host": 9}\n')
     torch.save(dict(seconds=2.0), tmp_path / "global.pt")
-    for host, offset in ((0, 4), (2, 10)):                          # how many of its 20 nodes are wrong
-        torch.save(result(host, offset), tmp_path / f"host{host}.pt")
+    for host, nodes, wrong in ((0, 20, 4), (2, 60, 30)):
+        torch.save(result(host, nodes, wrong), tmp_path / f"host{host}.pt")
     assert personalize.report(tmp_path) == [1]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["missing"] == [1] and [h["host"] for h in summary["hosts"]] == [0, 2]
-    assert summary["personal"]["test"]["micro"] == pytest.approx((16 + 10) / 40)
+    assert summary["personal"]["test"]["micro"] == pytest.approx((16 + 30) / 80)            # not (.8 + .5) / 2
     assert summary["seconds"]["phase2"] == 3.5 and summary["seconds"]["phase1"] == 2.0
     assert "host(s) 1" in capfd.readouterr().out
     rows = [json.loads(r) for r in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r.get("host") for r in rows] == [None, 0, 2]            # of this run only
-    torch.save(result(1, 0), tmp_path / "host1.pt")
+    torch.save(result(1, 20, 0), tmp_path / "host1.pt")
     assert personalize.report(tmp_path) == []
