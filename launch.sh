@@ -44,7 +44,9 @@ os.environ.update(OMP_NUM_THREADS=str(threads), GLOO_SOCKET_IFNAME="lo", MASTER_
 import partition, personalize, train_dist
 
 if {"-h", "--help"} & set(flags):
-    sys.exit("\n".join([parser.format_help(), partition.arguments().format_help(), train_dist.arguments().format_help()]))
+    for p in (parser, partition.arguments(), train_dist.arguments()):
+        p.print_help()
+    sys.exit()
 out, logs = launch.out, launch.out / "logs"
 part, flags = partition.arguments().parse_known_args(flags)
 part.num_parts, part.output = launch.hosts, out / "parts"

@@ -87,7 +87,7 @@ class Recorder:
 
 
 def gradients(rank, world, port, num_train, path):
-    """The gradient of each step of an epoch in which host `rank` has num_train[rank] nodes and takes all their neighbours."""
+    """The gradient of each step of an epoch, with num_train[rank] nodes on host `rank` and all their neighbours."""
     torch.set_num_threads(1)
     arrays = random_graph()
     g = dgl.to_bidirected(dgl.graph((arrays["src"], arrays["dst"]), num_nodes=150))
@@ -221,8 +221,8 @@ def test_cbs_probabilities_of_a_host_use_global_degrees(job):
         torch.testing.assert_close(h["p"], sampler.cbs_probabilities(norm[original], label))
 
 
-BAD_FLAGS = {"--batch_size": "0", "--lr": "-1", "--dropout": "1", "--fan_out": "25", "--num_epochs": "x", "--sampler": "best",
-             "--lambda": "nan", "--seed": "-1", "--epoch_fraction": "2", "--unknown": "1"}
+BAD_FLAGS = {"--batch_size": "0", "--lr": "-1", "--dropout": "1", "--fan_out": "25", "--num_epochs": "x",
+             "--sampler": "best", "--lambda": "nan", "--seed": "-1", "--epoch_fraction": "2", "--unknown": "1"}
 
 
 @pytest.mark.parametrize("flag", BAD_FLAGS)
