@@ -27,6 +27,8 @@ exec "$python" - "$@" <<'PY'
 import argparse, contextlib, ctypes, glob, os, random, shutil, signal, socket, sys, time
 from pathlib import Path
 start = time.time()
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, _: sys.exit(128 + number))
 sys.argv[0] = "launch.sh"
 sys.path.insert(0, os.environ["EAT_HOME"])
 parser = argparse.ArgumentParser(prog="./launch.sh", add_help=False, allow_abbrev=False)
@@ -66,7 +68,7 @@ def fork(name, env, main, *arguments):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(env)
     if logs.exists():
-        os.dup2(os.open(logs / f"{name}.log", os.O_WRONLY | os.O_CREAT), 2)
+        os.dup2(os.open(logs / f"{name}.log", os.O_WRONLY | os.O_CREAT, 0o644), 2)
     try:
         train_dist.guarded(main, *arguments)
     except SystemExit:                                      # how a server ends
@@ -125,12 +127,6 @@ def job(script):
     stop()
 
 
-def terminated(number, _):
-    sys.exit(128 + number)
-
-
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, terminated)
 try:
     shutil.rmtree(logs, ignore_errors=True)
     fork("partition", {}, partition.main, part)             # also in a child: a process that has computed must not fork

@@ -405,10 +405,13 @@ def guarded(main, *args):
 
 def write_config(args):
     """out/config.json: the arguments in force and what they ran on."""
-    git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "-q", "--verify", "HEAD"],
-                         capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "-C", Path(__file__).parent, "rev-parse", "-q", "--verify", "HEAD"],
+                             capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:                                       # no git here
+        git = ""
     config = dict(vars(args), world_size=dist.get_world_size(), python=sys.version.split()[0], torch=torch.__version__,
-                  dgl=dgl.__version__, numpy=np.__version__, git=git.stdout.strip(),
+                  dgl=dgl.__version__, numpy=np.__version__, git=git,
                   started=float(os.environ.get("EAT_STARTED", time.time())))
     (args.out / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
 

@@ -109,7 +109,7 @@ def test_ew_and_metis_differ_in_weights_only(tmp_path):
     assert torch.equal(partition.metis(g, 4, ones, seed=3), partition.metis(g, 4, None, seed=3))
 
 
-@pytest.mark.parametrize("method", ["ew", "dgl"])
+@pytest.mark.parametrize("method", ["ew", "metis", "random"])     # DGL's own METIS is not reproducible
 def test_same_seed_same_bytes(tmp_path, method):
     data = write_npz(tmp_path / "g.npz", **random_graph())
     for name in "ab":
