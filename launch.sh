@@ -88,6 +88,16 @@ def stop():
         os.unlink(path)
 
 
+def servers_end():
+    """Whether all servers have ended or do so within 5 seconds, as when all hosts have left them."""
+    servers = [pid for pid, name in running.items() if "server" in name]
+    for _ in range(50):
+        if all(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) for pid in servers):
+            return True
+        time.sleep(0.1)
+    return False
+
+
 def wait():
     """Until all have ended. While there are servers the hosts depend on each other, and the first failure ends the job;
     without them every host personalises for itself."""
@@ -98,7 +108,7 @@ def wait():
             if (log := logs / f"{name}.log").exists():
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
                 print(f"{tail}\nlaunch.sh: {name} failed (exit code {code}), see {log}", file=sys.stderr, flush=True)
-            if "host" not in name or any("server" in other for other in running.values()):
+            if "host" not in name or not servers_end():
                 sys.exit(2 if code == 2 else 1)
 
 
