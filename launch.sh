@@ -3,7 +3,7 @@
 #   ./launch.sh [--hosts N] [--out DIR] [flags of partition.py and train_dist.py]     N hosts on this machine
 #   ./launch.sh test [flags of pytest]
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd)
+here=$(dirname "$(readlink -f "$0")")
 die() { echo "launch.sh: $*" >&2; exit 2; }
 
 # Python and packages: on first use, and whenever requirements.txt has changed.
@@ -24,13 +24,14 @@ if [ "${1:-}" = test ]; then shift; cd "$here"; exec "$python" -m pytest "$@"; f
 
 # All hosts on this machine. One process imports torch and dgl, 7 seconds of work, and forks every server and trainer.
 exec "$python" - "$@" <<'PY'
-import argparse, contextlib, ctypes, glob, os, random, shutil, signal, socket, sys, time
+import os, sys
+sys.path[0], sys.argv[0] = os.environ["EAT_HOME"], "launch.sh"      # not the folder that this was started in
+import argparse, contextlib, ctypes, glob, random, re, signal, socket, time
 from pathlib import Path
 start = time.time()
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, lambda number, _: sys.exit(128 + number))
-sys.argv[0] = "launch.sh"
-sys.path.insert(0, os.environ["EAT_HOME"])
+    if signal.getsignal(number) != signal.SIG_IGN:                  # nohup
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
 parser = argparse.ArgumentParser(prog="./launch.sh", add_help=False, allow_abbrev=False)
 parser.add_argument("--hosts", type=int, default=4)
 parser.add_argument("--out", type=Path, default="out")
@@ -38,8 +39,8 @@ parser.error = lambda message: sys.exit(print(f"launch.sh: {message}", file=sys.
 launch, flags = parser.parse_known_args()
 if launch.hosts < 1:
     parser.error(f"--hosts {launch.hosts} must be at least 1")
-if set(flags) & {"--num_parts", "--output"}:
-    parser.error("--num_parts and --output follow from --hosts and --out here; use these")
+for flag in {f.split("=")[0] for f in flags} & {"--num_parts", "--output", "--ip_config", "--part_config", "--graph_name"}:
+    parser.error(f"{flag} follows from --hosts and --out here; use these")
 threads = max(1, len(os.sched_getaffinity(0)) // max(1, launch.hosts))
 os.environ.update(OMP_NUM_THREADS=str(threads), GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", EAT_STARTED=str(start),
                   DGL_DIST_MODE="distributed", DGL_NUM_SERVER="1", DGL_NUM_CLIENT=str(launch.hosts), DGL_GRAPH_FORMAT="csc")
@@ -53,6 +54,9 @@ out, logs = launch.out, launch.out / "logs"
 part, flags = partition.arguments().parse_known_args(flags)
 part.num_parts, part.output = launch.hosts, out / "parts"
 partition.check(part)
+ours = ["logs", "config.json", "metrics.jsonl", "global.pt", "summary.json", "ip_config.txt"]
+if taken := [n for n in ours if (out / n).exists() and not (out / "parts/node_map.pt").exists()]:
+    parser.error(f"--out {out} holds {taken[0]}, but is of no earlier run; name another directory or remove it")
 args = train_dist.check(train_dist.arguments().parse_args([*flags, "--out", str(out), "--seed", str(part.seed)]))
 
 running, ports = {}, []                                     # pid -> name; a port per host and one to meet at
@@ -67,8 +71,8 @@ def fork(name, env, main, *arguments):
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)              # PR_SET_PDEATHSIG
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(env)
-    if logs.exists():
-        os.dup2(os.open(logs / f"{name}.log", os.O_WRONLY | os.O_CREAT, 0o644), 2)
+    if name.startswith(("train_dist", "personalize")):
+        os.dup2(os.open(logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
     try:
         train_dist.guarded(main, *arguments)
     except SystemExit:                                      # how a server ends
@@ -138,13 +142,13 @@ def job(script):
 
 
 try:
-    shutil.rmtree(logs, ignore_errors=True)
     fork("partition", {}, partition.main, part)             # also in a child: a process that has computed must not fork
     import torch._dynamo                                    # for Adam: 4 seconds, here once instead of on each host
     wait()
-    logs.mkdir()
-    for old in (*out.glob("host*.pt"), *out.glob("global.pt"), *out.glob("summary.json")):
-        old.unlink()
+    logs.mkdir(exist_ok=True)
+    for old in out.iterdir():
+        if re.fullmatch(r"host\d+\.pt|global\.pt|summary\.json", old.name):
+            old.unlink()
     job(train_dist)
     job(personalize)
     sys.exit(3 if personalize.report(out) else 0)

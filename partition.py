@@ -16,6 +16,7 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import sys
@@ -79,13 +80,19 @@ def metis(g, num_parts, weight=None, seed=0):
     """Parts of about equal node counts and little total weight of cut edges, by METIS, k-way as in DGL.
     g the simple view, weight (E,) int64 positive and symmetric, or None for all 1 -> (N,) part of each node."""
     start, end, edge = (t.numpy() for t in g.adj_tensors("csr"))
+    isolated = g.in_degrees() == 0
     for recursive in (False, True):         # k-way leaves parts of a tiny graph empty, recursive bisection does not
         _, part = pymetis.part_graph(num_parts, pymetis.CSRAdjacency(adj_starts=start, adjacent=end), recursive=recursive,
+                                     vweights=(~isolated).long().numpy(),
                                      eweights=None if weight is None else weight.numpy()[edge],
                                      options=pymetis.Options(seed=seed))
-        if len(np.unique(part)) == num_parts:
-            return torch.tensor(part, dtype=torch.int64)
-    fail(f"--num_parts {num_parts}: METIS leaves a part of this graph of {g.num_nodes()} nodes empty; ask for fewer parts")
+        part = torch.tensor(part, dtype=torch.int64)
+        size = torch.bincount(part[~isolated], minlength=num_parts)
+        if (size > 0).all():
+            room = (-(-g.num_nodes() // num_parts) - size).clamp(min=0)     # isolated nodes fill the parts up
+            part[isolated] = torch.repeat_interleave(room)[:int(isolated.sum())]
+            return part
+    fail(f"--num_parts {num_parts}: METIS finds no such parts with an edge in each; ask for fewer parts")
 
 
 @contextlib.contextmanager
@@ -103,9 +110,12 @@ def write(g, name, num_parts, part, output):
     """DistDGL's directory, written by DGL; with part None DGL's own METIS assigns the nodes, training nodes and edges
     balanced. -> node_map (N,): the original id of each node in DistDGL's numbering, also in node_map.pt"""
     plain = dict(balance_ntypes=g.ndata["train_mask"], balance_edges=True)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.nullcontext() if part is None else use_assignment(part):
-        node_map, _ = dgl.distributed.partition_graph(
-            g, name, num_parts, str(output), return_mapping=True, **(plain if part is None else {}))
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.nullcontext() if part is None else use_assignment(part):
+            node_map, _ = dgl.distributed.partition_graph(
+                g, name, num_parts, str(output), return_mapping=True, **(plain if part is None else {}))
+    except (KeyError, IndexError, dgl.DGLError):                    # on a part without a node or without an edge
+        fail(f"--num_parts {num_parts}: DGL can't write parts without an edge; ask for fewer parts")
     for path in output.glob("part*/graph.dgl"):     # DGL leaves its 4096 bytes of header unset past the 32 that it uses
         with open(path, "r+b") as f:
             f.seek(32)
@@ -154,7 +164,7 @@ def load_npz(path):
     """path -> DGLGraph with both directions of each edge and feat, label and the masks in ndata."""
     try:
         with np.load(path) as z:
-            data = {k: z[k] for k in z.files}
+            data = {k: np.asarray(z[k]) for k in ("src", "dst", "feat", "label", *MASKS) if k in z.files}
     except Exception as e:                  # numpy raises a dozen kinds here: no such file, no zip, truncated, pickled
         fail(f"--dataset {path} can't be read as .npz ({str(e).splitlines()[0]}); write one with numpy.savez")
     missing = [k for k in ("src", "dst", "feat", "label", *MASKS) if k not in data]
@@ -165,25 +175,26 @@ def load_npz(path):
         if not ok:
             fail(f"--dataset {path}: {array} {problem}")
 
+    check(data["label"].ndim in (1, 2) and data["label"].dtype.kind in "iub" and data["label"].size > 0,
+          "label", "must hold integers: (N,) classes or (N, C) 0/1")
     n = len(data["label"])
     for k in ("src", "dst"):
         check(data[k].ndim == 1 and data[k].dtype.kind in "iu", k, "must be a one-dimensional array of integers")
     check(len(data["src"]) == len(data["dst"]), "src", f"has {len(data['src'])} ends, but dst has {len(data['dst'])}")
     check(data["feat"].ndim == 2 and data["feat"].dtype.kind in "fiub" and data["feat"].shape[1] > 0,
           "feat", "must be a numeric (N, F) array with F > 0")
-    check(data["label"].ndim in (1, 2) and data["label"].dtype.kind in "iub",
-          "label", "must hold integers: (N,) classes or (N, C) 0/1")
     for k in ("feat", *MASKS):
-        check(len(data[k]) == n, k, f"has {len(data[k])} rows, but label has {n}")
+        check(data[k].shape[:1] == (n,), k, f"has shape {data[k].shape}, but label has {n} rows")
     for k in MASKS:
-        check(data[k].shape == (n,) and np.isin(data[k], (0, 1)).all(), k, "must be (N,) of true and false")
+        check(data[k].ndim == 1 and np.isin(data[k], (0, 1)).all(), k, "must be (N,) of true and false")
     for k in ("src", "dst"):
         check(((data[k] >= 0) & (data[k] < n)).all(), k, f"names a node outside 0..{n - 1}")
-    check(np.isfinite(data["feat"]).all(), "feat", "holds NaN or infinite values; replace them")
+    check((np.abs(data["feat"].astype(np.float32)) < 1e15).all(), "feat", "holds NaN, infinite or huge values (1e15); replace")
     if data["label"].ndim == 2:
         check(np.isin(data["label"], (0, 1)).all(), "label", "is (N, C), so it must hold 0 and 1 only")
     else:
-        check((data["label"] >= 0).all(), "label", "holds a negative class")
+        check((data["label"] >= 0).all() and (data["label"] < n).all(), "label", f"holds a class outside 0..{n - 1}")
+    check(len(data["src"]) > 0, "src", "holds no edge")
     check(data["train_mask"].any(), "train_mask", "selects no node")
 
     src, dst = (torch.from_numpy(data[k].astype(np.int64)) for k in ("src", "dst"))
@@ -212,12 +223,17 @@ def check(args):
     """Everything that can be wrong with the arguments themselves."""
     if args.num_parts < 1:
         fail(f"--num_parts {args.num_parts}: there must be at least 1 part")
-    if not math.isfinite(args.c) or args.c < 0:
-        fail(f"--c {args.c} must be a number of at least 0")
-    if not 0 <= args.seed < 2**31:
-        fail(f"--seed {args.seed} must be at least 0 and below 2^31")
-    if args.output.exists() and not (args.output / "stats.json").exists() and \
-            (not args.output.is_dir() or any(args.output.iterdir())):
+    if not 0 <= args.c <= 1e6:
+        fail(f"--c {args.c} must be a number from 0 to 1e6")
+    if not 0 <= args.seed <= 200_000:
+        fail(f"--seed {args.seed} must be at least 0 and at most 200000")
+    try:
+        args.output = args.output.resolve()                         # also where a link leads
+        names = {p.name for p in args.output.iterdir()} if args.output.exists() else set()
+    except OSError as e:
+        fail(f"--output {args.output} can't be used ({e.strerror}); name another directory")
+    others = {n for n in names if not re.fullmatch(r"part\d+|stats\.json|node_map\.pt", n)}
+    if names and not ({"stats.json", "node_map.pt"} <= names and len(others) == 1 and others.pop().endswith(".json")):
         fail(f"--output {args.output} exists and is no earlier partition; name another directory or remove it")
     return args
 
@@ -246,22 +262,27 @@ def main(args):
         part = metis(view, args.num_parts, weight, args.seed)
         lap("metis")
 
-    new = args.output.with_name(args.output.name + ".new")                                 # renamed when it is complete
-    shutil.rmtree(new, ignore_errors=True)
     dgl.random.seed(args.seed)
-    name = Path(args.dataset).stem
-    node_map = write(g, name, args.num_parts, part, new)
-    book = dgl.distributed.load_partition_book(str(new / f"{name}.json"), 0)[0]
-    part = torch.empty(g.num_nodes(), dtype=torch.int64)
-    part[node_map] = book.nid2partid(torch.arange(g.num_nodes()))                          # as written
-    lap("write")
-
-    stats = dict(method=args.part_method, num_parts=args.num_parts, seed=args.seed,
-                 c=args.c if args.part_method == "ew" else None, **statistics(g, part, args.num_parts), seconds=seconds,
-                 peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-    (new / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
-    shutil.rmtree(args.output, ignore_errors=True)
-    new.rename(args.output)
+    name = Path(args.dataset).stem[:60].replace("stats", "graph")   # it becomes NAME.json and part of names in /dev/shm
+    new = args.output.with_name(f"{args.output.name}.{os.getpid()}")                       # renamed when it is complete
+    try:
+        new.mkdir(parents=True)
+    except OSError as e:
+        fail(f"--output {args.output} can't be written ({e.strerror}); name another directory")
+    try:
+        node_map = write(g, name, args.num_parts, part, new)
+        book = dgl.distributed.load_partition_book(str(new / f"{name}.json"), 0)[0]
+        part = torch.empty(g.num_nodes(), dtype=torch.int64)
+        part[node_map] = book.nid2partid(torch.arange(g.num_nodes()))                      # as written
+        lap("write")
+        stats = dict(method=args.part_method, num_parts=args.num_parts, seed=args.seed,
+                     c=args.c if args.part_method == "ew" else None, **statistics(g, part, args.num_parts),
+                     seconds=seconds, peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        (new / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
+        shutil.rmtree(args.output, ignore_errors=True)
+        new.rename(args.output)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
     print(f"{name}: {g.num_nodes()} nodes, {g.num_edges()} edges, in {args.num_parts} parts by {args.part_method}")
     print(table(stats))
 

@@ -107,7 +107,7 @@ def personalize(args, state, host, p):
     personal = counts("val", "test")
     model.load_state_dict(state["model"])
     return dict(best, host=part_id, counts={"global": counts("val", "test"), "personal": personal}, rows=rows,
-                seconds=seconds, train_nodes=int(masks["train"].sum()), entropy=entropy)
+                seconds=seconds, train_nodes=int(masks["train"].sum()), entropy=entropy, ended=time.time())
 
 
 def entropy_of(args, part_id):
@@ -119,25 +119,29 @@ def entropy_of(args, part_id):
 def report(out):
     """Sums the counts that the hosts left behind, computes every score once, writes summary.json and prints it.
     -> the hosts whose host{i}.pt is missing; the scores are then those of the others"""
-    if not (out / "global.pt").exists():
-        fail(f"--out {out} holds no global.pt; run train_dist.py first")
-    config = json.loads((out / "config.json").read_text())
-    state = torch.load(out / "global.pt")
-    paths = {i: out / f"host{i}.pt" for i in range(config["world_size"])}
-    hosts = [torch.load(path) for path in paths.values() if path.exists()]
+    try:
+        config, state = json.loads((out / "config.json").read_text()), torch.load(out / "global.pt")
+        rows = [line for line in (out / "metrics.jsonl").read_text().splitlines()
+                if json.loads(line)["phase"] == "generalise"]
+        paths = {i: out / f"host{i}.pt" for i in range(config["world_size"])}
+        hosts = [torch.load(path) for path in paths.values() if path.exists()]
+    except Exception as e:                                          # a file missing, truncated or of something else
+        fail(f"--out {out} is not of a finished run ({str(e).splitlines()[0] if str(e) else type(e).__name__}); run ./launch.sh")
+    if "test" not in state:
+        fail(f"--out {out}/global.pt is of an unfinished generalisation phase; run ./launch.sh")
     missing = [i for i, path in paths.items() if not path.exists()]
     if not hosts:
         fail(f"--out {out} holds no host's result (host0.pt, ...); run the personalisation first")
 
-    metrics = out / "metrics.jsonl"
-    rows = [line for line in metrics.read_text().splitlines() if json.loads(line)["phase"] == "generalise"]
-    metrics.write_text("\n".join(rows + [json.dumps(row) for h in hosts for row in h["rows"]]) + "\n")
+    rows += [json.dumps(row) for h in hosts for row in h["rows"]]
+    (out / "metrics.jsonl").write_text("\n".join(rows) + "\n")
 
     def scores(hosts):
         return {model: {split: f1_scores(sum(h["counts"][model][split] for h in hosts)) for split in ("val", "test")}
                 for model in ("global", "personal")}
 
-    seconds = dict(phase1=state["seconds"], phase2=max(h["seconds"] for h in hosts), wall=time.time() - config["started"])
+    seconds = dict(phase1=state["seconds"], phase2=max(h["seconds"] for h in hosts), 
+                   wall=max(h["ended"] for h in hosts) - config["started"])
     per_host = [{**{k: h[k] for k in ("host", "entropy", "train_nodes", "epoch", "seconds")}, **scores([h])} for h in hosts]
     summary = dict(scores(hosts), seconds=seconds, hosts=per_host, missing=missing, config=config)
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

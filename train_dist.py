@@ -136,8 +136,9 @@ class Inference:
         self.host = host
         self.block = full_block(host.indptr, host.indices, len(host.nodes), host.num_inner)
         self.feat = host.feat[host.nodes]                                                  # constant, so pulled once
-        self.hidden = [dgl.distributed.DistTensor((host.g.num_nodes(), num_hidden), torch.float32, f"hidden{i}")
-                       for i in range(num_layers - 1)]
+        policy = host.g.get_node_partition_policy("_N")             # DGL guesses it from the shape, wrongly if E = N
+        self.hidden = [dgl.distributed.DistTensor((host.g.num_nodes(), num_hidden), torch.float32, f"hidden{i}",
+                                                  part_policy=policy) for i in range(num_layers - 1)]
 
     @torch.no_grad()
     def __call__(self, model):
@@ -285,7 +286,7 @@ def number(kind, low, high=math.inf):
 def arguments():
     """The flags of both phases, DGL's names where DGL has them; -> argparse.ArgumentParser"""
     p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    add, count, tiny = p.add_argument, number(int, 1), 1e-12
+    add, count, tiny = p.add_argument, number(int, 1, 1e6), 1e-12
     add("--ip_config", type=Path, help="a line per host: ip [port]")
     add("--part_config", type=Path, help="the partition directory's NAME.json")
     add("--graph_name", help="if not the one in part_config")
@@ -314,9 +315,8 @@ def check(args):
         fan_out = [int(f) for f in args.fan_out.split(",")]
     except ValueError:
         fan_out = [0]
-    if len(fan_out) != args.num_layers or not all(f > 0 or f == -1 for f in fan_out):
-        example = ",".join(["25"] * args.num_layers)
-        fail(f"argument --fan_out: {args.fan_out} must be --num_layers {args.num_layers} numbers, such as {example}")
+    if len(fan_out) != args.num_layers or not all(0 < f < 1e6 or f == -1 for f in fan_out):
+        fail(f"argument --fan_out: {args.fan_out} must be as many numbers as --num_layers {args.num_layers}, such as 25,25 for 2")
     args.fan_out = fan_out
     if args.epoch_fraction is None:
         args.epoch_fraction = 1 / 3 if args.sampler == "cbs" else 1.0
@@ -324,7 +324,9 @@ def check(args):
 
 
 def check_files(args):
-    """The two files that only a running job needs."""
+    """What only a running job needs: the two files, and an environment from a launcher."""
+    if "DGL_DIST_MODE" not in os.environ and "DGL_ROLE" not in os.environ:
+        fail("this is one process of a DistDGL job; start all of them with ./launch.sh")
     for name in ("ip_config", "part_config"):
         path = getattr(args, name)
         if not path or not path.is_file():

@@ -200,6 +200,29 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, flags):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_not_ours_is_left_alone(tmp_path, data):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "mine.txt").write_text("text")
+    for dataset in ("no.npz", data):
+        job = launch("--out", tmp_path, "--dataset", dataset, *SMALL)
+        _, error = job.communicate(timeout=60)
+        assert job.returncode == 2 and error.count("\n") == 1
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["logs", "logs/mine.txt"]
+
+
+def test_as_many_edges_as_nodes_and_started_from_elsewhere_through_a_link(tmp_path):
+    """DGL then takes a node tensor for an edge tensor. A module of the working folder must not be imported."""
+    n = 100
+    rng = np.random.default_rng(0)
+    path = write_npz(tmp_path / "ring.npz", src=np.arange(50), dst=np.arange(50, 100), feat=rng.random((n, 3)),
+                     label=np.arange(n) % 3, train_mask=np.arange(n) % 2 == 0, val_mask=np.arange(n) % 4 == 1,
+                     test_mask=np.arange(n) % 4 == 3)
+    (tmp_path / "random.py").write_text("raise SystemExit(9)")
+    (tmp_path / "run").symlink_to(ROOT / "launch.sh")
+    job = subprocess.run([tmp_path / "run", "--dataset", path, "--out", "o", *SMALL], cwd=tmp_path, capture_output=True, text=True)
+    assert job.returncode == 0, job.stderr
+
+
 @pytest.mark.slow
 def test_the_main_job(tmp_path):
     """`./launch.sh` on the Debian graph with all its defaults."""

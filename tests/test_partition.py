@@ -143,6 +143,9 @@ BAD = {
     "nan": (lambda a: a["feat"].__setitem__((0, 0), np.nan), [], "feat"),
     "object": (lambda a: a.update(label=np.array([None] * 150)), [], "--dataset"),
     "negative class": (lambda a: a["label"].__setitem__(0, -2), [], "label"),
+    "class too large": (lambda a: a["label"].__setitem__(0, 10**12), [], "label"),
+    "huge feature": (lambda a: a["feat"].__setitem__((0, 0), 1e37), [], "feat"),
+    "no edge": (lambda a: a.update(src=a["src"][:0], dst=a["dst"][:0]), [], "src"),
     "no training nodes": (lambda a: a["train_mask"].fill(False), [], "train_mask"),
     "too many parts": (lambda a: None, ["--num_parts", "151"], "--num_parts 151"),
     "no parts": (lambda a: None, ["--num_parts", "0"], "--num_parts 0"),
@@ -162,16 +165,40 @@ def test_bad_input_is_one_line(tmp_path, case, capfd):
         make_parts(path, tmp_path / "parts", *flags)
     error = capfd.readouterr().err
     assert e.value.code == 2 and error.count("\n") == 1 and name in error
-    assert not (tmp_path / "parts").exists() and not (tmp_path / "parts.new").exists()
+    assert [p.name for p in tmp_path.iterdir() if p != path] == []
 
 
-def test_output_that_is_no_partition_is_left_alone(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("text")
-    data = write_npz(tmp_path / "g.npz", **random_graph())
+@pytest.mark.parametrize("beside", ["nothing", "stats.json", "a whole partition"])
+def test_output_that_is_no_partition_is_left_alone(tmp_path, beside):
+    data, mine = write_npz(tmp_path / "g.npz", **random_graph()), tmp_path / "mine"
+    make_parts(data, mine) if beside == "a whole partition" else mine.mkdir()
+    if beside == "stats.json":
+        (mine / "stats.json").write_text("{}")
+    (mine / "thesis.txt").write_text("text")
     with pytest.raises(SystemExit):
-        make_parts(data, tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "text"
+        make_parts(data, mine)
+    assert (mine / "thesis.txt").read_text() == "text"
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_many_isolated_nodes(tmp_path, share):
+    """They get no part of their own, which DGL could not write, and keep the parts equal."""
+    arrays = random_graph(400)
+    keep = (arrays["src"] < 400 * (1 - share)) & (arrays["dst"] < 400 * (1 - share))
+    arrays.update(src=arrays["src"][keep], dst=arrays["dst"][keep])
+    for method in ("ew", "metis"):
+        config = make_parts(write_npz(tmp_path / "g.npz", **arrays), tmp_path / "p", "--part_method", method)
+        sizes = [p["nodes"] for p in json.loads((config.parent / "stats.json").read_text())["parts"]]
+        assert sum(sizes) == 400 and max(sizes) <= 110
+
+
+def test_links_and_names_that_clash(tmp_path):
+    data = write_npz(tmp_path / "stats.npz", **random_graph())
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for _ in range(2):
+        make_parts(data, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "graph.json").exists()
 
 
 def test_command_line(tmp_path):

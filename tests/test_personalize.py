@@ -59,7 +59,7 @@ def result(host, nodes, wrong):
     label = torch.arange(nodes) % 5
     logits = torch.eye(5)[(label + (torch.arange(nodes) < wrong)) % 5]
     counts = {s: class_counts(logits, label) for s in ("val", "test")}
-    return dict(host=host, entropy=None, train_nodes=7, epoch=1, seconds=1.5 + host,
+    return dict(host=host, entropy=None, train_nodes=7, epoch=1, seconds=1.5 + host, ended=9.0 + host,
                 counts={"global": counts, "personal": counts}, rows=[dict(phase="personalise", host=host, epoch=1)])
 
 
@@ -68,7 +68,7 @@ def test_report_sums_counts_and_names_who_is_missing(tmp_path, capfd):
         personalize.report(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(dict(world_size=3, started=0)))
     (tmp_path / "metrics.jsonl").write_text('{"phase": "generalise"}\n{"phase": "personalise", "host": 9}\n')
-    torch.save(dict(seconds=2.0), tmp_path / "global.pt")
+    torch.save(dict(seconds=2.0, test={}), tmp_path / "global.pt")
     for host, nodes, wrong in ((0, 20, 4), (2, 60, 30)):
         torch.save(result(host, nodes, wrong), tmp_path / f"host{host}.pt")
     assert personalize.report(tmp_path) == [1]
@@ -76,6 +76,7 @@ def test_report_sums_counts_and_names_who_is_missing(tmp_path, capfd):
     assert summary["missing"] == [1] and [h["host"] for h in summary["hosts"]] == [0, 2]
     assert summary["personal"]["test"]["micro"] == pytest.approx((16 + 30) / 80)            # not (.8 + .5) / 2
     assert summary["seconds"]["phase2"] == 3.5 and summary["seconds"]["phase1"] == 2.0
+    assert summary["seconds"]["wall"] == 11.0                       # whenever it is reported
     assert "host(s) 1" in capfd.readouterr().out
     rows = [json.loads(r) for r in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r.get("host") for r in rows] == [None, 0, 2]            # of this run only

@@ -233,7 +233,8 @@ def test_bad_flags_are_one_line(flag, capfd):
     assert e.value.code == 2 and error.count("\n") == 1 and flag in error
 
 
-def test_files_that_do_not_fit_are_one_line(tmp_path, capfd):
+def test_files_that_do_not_fit_are_one_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("DGL_DIST_MODE", "distributed")
     config = tmp_path / "g.json"
     config.write_text(json.dumps(dict(graph_name="g", num_parts=2)))
     hosts = tmp_path / "ip_config.txt"
