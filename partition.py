@@ -23,13 +23,13 @@ import os
 import re
 import resource
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 
 os.environ.setdefault("DGLBACKEND", "pytorch")
 import dgl
-import dgl.function as fn
 import numpy as np
 import pymetis
 import torch
@@ -38,7 +38,8 @@ from tqdm import tqdm
 
 # N nodes, E edges, F features, C classes, P parts
 MASKS = ("train_mask", "val_mask", "test_mask")
-PAPER_C = {"flickr": 10, "reddit": 0.5, "yelp": 0.1, "ogbn-products": 0.5}                # papers100M: METIS
+ARRAYS = ("src", "dst", "feat", "label", *MASKS)
+PAPER_C = {"flickr": 10, "reddit": 0.5, "yelp": 0.1, "ogbn-products": 0.5, "ogbn-papers100M": None}     # None: METIS
 
 
 def label_entropy(label, part, num_parts):
@@ -61,13 +62,14 @@ def total_entropy(label, part, num_parts):
     return float((n / n.sum().clamp(min=1) * label_entropy(label, part, num_parts)).sum())
 
 
-def simple_view(g):
-    """What METIS partitions: g without direction, self-loops and parallel edges. Edge E/2 + i is edge i reversed."""
+def simple_view(g, self_loops=False):
+    """What METIS partitions: g without direction, parallel edges and self-loops. Edge E/2 + i is edge i reversed.
+    With self_loops they stay, each once, as the last edges."""
     u, v = g.edges()
     key = torch.unique(torch.minimum(u, v) * g.num_nodes() + torch.maximum(u, v))         # 5 times as fast as to_bidirected
     u, v = key // g.num_nodes(), key % g.num_nodes()
-    u, v = u[u != v], v[u != v]
-    return dgl.graph((torch.cat([u, v]), torch.cat([v, u])), num_nodes=g.num_nodes())
+    loop, u, v = u[u == v][:None if self_loops else 0], u[u != v], v[u != v]
+    return dgl.graph((torch.cat([u, v, loop]), torch.cat([v, u, loop])), num_nodes=g.num_nodes())
 
 
 def edge_weights(g, feat, c, fan_out=25):
@@ -78,7 +80,7 @@ def edge_weights(g, feat, c, fan_out=25):
     cos = dgl.ops.u_dot_v(dgl.graph((u, v), num_nodes=len(x)), x, x).flatten()             # (E/2,)
     # ASSUMED: the degree term is the mean over the two ends. 1 - exp(-fan_out / d) grows with the chance that the end
     # of degree d samples this edge, and METIS needs one weight for both directions.
-    term = 1 - torch.exp(-fan_out / g.in_degrees())                                        # (N,)
+    term = 1 - torch.exp(-fan_out / torch.bincount(g.edges()[0], minlength=len(x)))                                        # (N,)
     weight = 100 * (c * cos + (term[u] + term[v]) / 2)
     # ASSUMED: dissimilar ends give weight 1 (METIS crashes on 0 and below).
     return weight.round().long().clamp(min=1).repeat(2)
@@ -188,21 +190,58 @@ def use_assignment(part):
         module.metis_partition_assignment = original
 
 
-def write(g, name, num_parts, part, output):
+def assign(g, args, lap):
+    """The whole of --part_method but dgl -> (N,): the part of each node, or with several trainers its trainer"""
+    n, parts = g.num_nodes(), args.num_parts * args.num_trainers_per_machine
+    if args.part_method == "random":                                                       # equal sizes, no part empty
+        return torch.argsort(torch.randperm(n, generator=torch.Generator().manual_seed(args.seed))) % parts
+    if parts == 1:
+        return torch.zeros(n, dtype=torch.int64)
+    feat, label, train = (g.ndata[k] for k in ("feat", "label", "train_mask"))
+    view, weight, classes, best, found = simple_view(g), None, None, None, None
+    if args.part_method == "ew":
+        weight = edge_weights(view, feat, args.c)
+    if args.label_weight:
+        weight = (1 if weight is None else weight) + args.label_weight * same_class_edges(view, label, train)
+    if args.refine:
+        classes = expected_classes(view, feat, label, train)
+    balanced = torch.tensor([True, args.balance_train, args.balance_edges])
+    load = torch.stack([torch.ones(n), train, torch.bincount(g.edges()[1], minlength=n)], 1)
+    load = load * parts / load.sum(0)                                                      # (N, 3), 1 in a part on average
+    limit = torch.where(balanced, args.imbalance, math.inf)
+    lap("weights")
+    for seed in tqdm(range(args.seed, args.seed + args.tries), "tries", leave=False, disable=None if args.tries > 1 else True):
+        part = metis(view, parts, weight, n / parts * load[:, balanced].sum(1) if balanced[1:].any() else None, seed)
+        size = torch.zeros(parts, 3).index_add_(0, part, load)
+        if args.refine or balanced[1:].any() and (size > limit).any():
+            part = refine(view, part, load, limit, weight, classes, seed=seed)
+            size = torch.zeros(parts, 3).index_add_(0, part, load)
+        excess = (size - limit).clamp(min=0)
+        value = float(excess.max()), total_entropy(label[train], part[train], parts)
+        if best is None or value < best:
+            best, found = value, part
+    lap("metis")
+    return found
+
+
+def write(g, name, args, part, output):
     """DistDGL's directory, written by DGL; with part None DGL's own METIS assigns the nodes, training nodes and edges
     balanced. -> node_map (N,): the original id of each node in DistDGL's numbering, also in node_map.pt"""
     plain = dict(balance_ntypes=g.ndata["train_mask"], balance_edges=True)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.nullcontext() if part is None else use_assignment(part):
             node_map, _ = dgl.distributed.partition_graph(
-                g, name, num_parts, str(output), return_mapping=True, **(plain if part is None else {}))
-    except (KeyError, IndexError, dgl.DGLError):                    # on a part without a node or without an edge
-        fail(f"--num_parts {num_parts}: DGL can't write parts without an edge; ask for fewer parts")
-    for path in output.glob("part*/graph.dgl"):     # DGL leaves its 4096 bytes of header unset past the 32 that it uses
-        with open(path, "r+b") as f:
-            f.seek(32)
-            f.write(bytes(4096 - 32))
-    torch.save(node_map, output / "node_map.pt")
+                g, name, args.num_parts, str(output), num_trainers_per_machine=args.num_trainers_per_machine,
+                return_mapping=True, **(plain if part is None else {}))
+        for path in output.glob("part*/graph.dgl"):     # DGL leaves its 4096 bytes of header unset past the 32 it uses
+            with open(path, "r+b") as f:
+                f.seek(32)
+                f.write(bytes(4096 - 32))
+        torch.save(node_map, output / "node_map.pt")
+    except (KeyError, IndexError, dgl.DGLError, OSError, RuntimeError) as e:
+        if part is None and isinstance(e, (KeyError, IndexError)):
+            fail(f"--num_parts {args.num_parts}: DGL can't write parts without an edge; ask for fewer parts")
+        fail(f"--output {args.output} can't be written ({str(e).splitlines()[-1][:200]}); is the disk full?")
     return node_map
 
 
@@ -218,7 +257,8 @@ def statistics(g, part, num_parts):
     return dict(total_entropy=total_entropy(label[train], part[train], num_parts),
                 val_entropy=total_entropy(label[val], part[val], num_parts),
                 entropy_std=float(entropy.std(correction=0)),
-                edge_cut=float(cut.double().mean()) if len(cut) else 0.0,
+                edge_cut=float(cut.double().mean()),
+                imbalance={k: max(sizes[k]) * num_parts / sum(sizes[k]) for k in ("nodes", "train_nodes", "edges")},
                 parts=[dict(entropy=float(entropy[i]), **{k: sizes[k][i] for k in sizes}) for i in range(num_parts)])
 
 
@@ -232,6 +272,7 @@ def table(stats):
     return "\n".join(lines + [
         f"total entropy {stats['total_entropy']:.3f} bits (validation nodes {stats['val_entropy']:.3f}), "
         f"std over parts {stats['entropy_std']:.3f}, edge cut {100 * stats['edge_cut']:.1f} %",
+        "largest part over the mean: " + ", ".join(f"{k.replace('_', ' ')} {x:.2f}" for k, x in stats["imbalance"].items()),
         f"seconds: {seconds}; peak memory {stats['peak_memory_gb']:.2f} GB"])
 
 
@@ -242,59 +283,148 @@ def fail(message):
     sys.exit(2)
 
 
-def load_npz(path):
-    """path -> DGLGraph with both directions of each edge and feat, label and the masks in ndata."""
+def warn(message):
+    print(f"partition.py: warning: {message}", file=sys.stderr)
+
+
+def synthetic(num_nodes, degree, num_classes, seed=0, num_features=100):
+    """The arrays of a degree-corrected stochastic block model: Zipf class sizes, Pareto degrees, 7 of 10 edges inside a class,
+    features normal around a mean per class."""
+    rng = np.random.default_rng(seed)
+    share = 1 / np.arange(1, num_classes + 1)
+    label = np.sort(rng.choice(num_classes, num_nodes, p=share / share.sum()))             # in class order, shuffled below
+    end = np.concatenate([[0], np.cumsum(rng.pareto(2.5, num_nodes) + 1)])                 # where each node's degree ends
+    num_edges = num_nodes * degree // 2
+    src = np.searchsorted(end, rng.random(num_edges) * end[-1], side="right") - 1
+    low, high = (end[np.searchsorted(label, np.arange(num_classes), side=side)] for side in ("left", "right"))
+    low, high = low[label[src]], high[label[src]]
+    anywhere = rng.random(num_edges) > 0.7
+    low[anywhere], high[anywhere] = 0, end[-1]
+    dst = np.searchsorted(end, low + rng.random(num_edges) * (high - low), side="right") - 1
+    order = rng.permutation(num_nodes)
+    label, mean = label[np.argsort(order)], rng.standard_normal((num_classes, num_features), dtype=np.float32)
+    feat = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
+    feat += 0.5 * mean[label]
+    return dict(src=order[src.clip(max=num_nodes - 1)], dst=order[dst.clip(max=num_nodes - 1)], feat=feat, label=label)
+
+
+def read(name, seed=0):
+    """--dataset -> its arrays src, dst, feat, label and masks, those that it has, as they are"""
+    if sizes := re.fullmatch(r"synthetic:(\d+),(\d+),(\d+)", name):
+        n, degree, classes = map(int, sizes.groups())
+        if not (0 < degree < n and 0 < classes <= n):
+            fail(f"--dataset {name}: in synthetic:N,DEGREE,CLASSES degree and classes must be at least 1 and at most N")
+        return synthetic(n, degree, classes, seed)
+    if not name.endswith((".npz", ".bin")) and name not in PAPER_C:
+        fail(f"--dataset {name} is neither a .npz or .bin file nor synthetic:N,DEGREE,CLASSES, {', '.join(PAPER_C)}")
     try:
-        with np.load(path) as z:
-            data = {k: np.asarray(z[k]) for k in ("src", "dst", "feat", "label", *MASKS) if k in z.files}
-    except Exception as e:                  # numpy raises a dozen kinds here: no such file, no zip, truncated, pickled
-        fail(f"--dataset {path} can't be read as .npz ({str(e).splitlines()[0]}); write one with numpy.savez")
-    missing = [k for k in ("src", "dst", "feat", "label", *MASKS) if k not in data]
-    if missing:
-        fail(f"--dataset {path} lacks the array(s) {', '.join(missing)}; the README lists what it must hold")
+        if name.endswith(".npz"):
+            with np.load(name) as z:
+                return {k: np.asarray(z[k]) for k in ARRAYS if k in z.files}
+        if name.endswith(".bin"):
+            g = dgl.load_graphs(name, [0])[0][0]
+        elif name.startswith("ogbn-"):
+            from ogb.nodeproppred import DglNodePropPredDataset
+            data = DglNodePropPredDataset(name, root=dgl.data.utils.get_download_dir())
+            g, g.ndata["label"] = data[0]
+            for mask, split in zip(MASKS, ("train", "valid", "test")):
+                g.ndata[mask] = torch.zeros(g.num_nodes()).index_fill_(0, data.get_idx_split()[split], 1)
+        else:
+            g = getattr(dgl.data, f"{name.capitalize()}Dataset")()[0]
+        (src, dst), values = g.edges(), g.ndata
+        return dict(src=src.numpy(), dst=dst.numpy(), **{k: values[k].numpy() for k in ARRAYS if k in values})
+    except ModuleNotFoundError as e:
+        fail(f"--dataset {name} needs {e.name}, which is not installed: .venv/bin/pip install {e.name}")
+    except Exception as e:                  # a dozen kinds: no such file, no zip, truncated, pickled, no network
+        way_out = "check or replace the file" if name.endswith((".npz", ".bin")) else "it is downloaded on first use"
+        fail(f"--dataset {name} can't be read ({type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}); {way_out}")
+
+
+def load(args):
+    """--dataset -> DGLGraph with feat (N, F) float32, label (N,) int64, -1 for none, or (N, C) 0/1 and the masks (N,) bool"""
+    name = str(args.dataset)
+    data = read(name, args.seed)
+    split = args.split or ([50, 25, 25] if name.startswith("synthetic:") else None)
 
     def check(ok, array, problem):
         if not ok:
-            fail(f"--dataset {path}: {array} {problem}")
+            fail(f"--dataset {name}: {array} {problem}")
 
-    check(data["label"].ndim in (1, 2) and data["label"].dtype.kind in "iub" and data["label"].size > 0,
-          "label", "must hold integers: (N,) classes or (N, C) 0/1")
-    n = len(data["label"])
-    for k in ("src", "dst"):
-        check(data[k].ndim == 1 and data[k].dtype.kind in "iu", k, "must be a one-dimensional array of integers")
-    check(len(data["src"]) == len(data["dst"]), "src", f"has {len(data['src'])} ends, but dst has {len(data['dst'])}")
-    check(data["feat"].ndim == 2 and data["feat"].dtype.kind in "fiub" and data["feat"].shape[1] > 0,
-          "feat", "must be a numeric (N, F) array with F > 0")
-    for k in ("feat", *MASKS):
-        check(data[k].shape[:1] == (n,), k, f"has shape {data[k].shape}, but label has {n} rows")
-    for k in MASKS:
-        check(data[k].ndim == 1 and np.isin(data[k], (0, 1)).all(), k, "must be (N,) of true and false")
-    for k in ("src", "dst"):
-        check(((data[k] >= 0) & (data[k] < n)).all(), k, f"names a node outside 0..{n - 1}")
-    check((np.abs(data["feat"].astype(np.float32)) < 1e15).all(), "feat", "holds NaN, infinite or huge values (1e15); replace")
-    if data["label"].ndim == 2:
-        check(np.isin(data["label"], (0, 1)).all(), "label", "is (N, C), so it must hold 0 and 1 only")
+    for k in ARRAYS:
+        check(k in data or split and k in MASKS, k, "is missing; the README lists what a graph must hold"
+              + (", --split 50/25/25 stands in for the masks" if k in MASKS else ""))
+        if k in data and data[k].ndim == 2 and data[k].shape[1] == 1 and k != "feat":
+            data[k] = data[k][:, 0]
+    src, dst, feat, label = (data[k] for k in ARRAYS[:4])
+    n = len(label) if label.ndim else 0
+    check(label.ndim in (1, 2) and label.dtype.kind in "iubf" and label.size > 0, "label", "must be (N,) classes or (N, C) 0/1")
+    for k, end in (("src", src), ("dst", dst)):
+        check(end.ndim == 1 and end.dtype.kind in "iu", k, "must be a one-dimensional array of integers")
+        check(len(end) == len(src), k, f"has {len(end)} ends, but src has {len(src)}")
+        check(len(end) > 0, k, "holds no edge")
+        check(end.min() >= 0 and end.max() < n, k, f"names a node outside 0..{n - 1} (label has {n} rows)")
+    check(feat.ndim == 2 and feat.dtype.kind in "fiub" and feat.size > 0, "feat", "must be a numeric (N, F) array with F > 0")
+    check(len(feat) == n, "feat", f"has {len(feat)} rows, but label has {n}")
+    check(feat.min() > -1e15 and feat.max() < 1e15, "feat", "holds NaN, infinite or huge values (1e15); replace them")
+    if label.ndim == 2:
+        check(((label == 0) | (label == 1)).all(), "label", "is (N, C), multi-label, so it must hold 0 and 1 only")
     else:
-        check((data["label"] >= 0).all() and (data["label"] < n).all(), "label", f"holds a class outside 0..{n - 1}")
-    check(len(data["src"]) > 0, "src", "holds no edge")
-    check(data["train_mask"].any(), "train_mask", "selects no node")
+        if label.dtype.kind == "f":
+            label = np.where(np.isnan(label), -1, label)
+        check(label.min() >= -1 and label.max() < n and (label == np.floor(label)).all(), "label",
+              f"must hold classes from 0 to at most {n - 1}, or -1 or NaN for none")
+    label = torch.from_numpy(label.astype(np.int64))
+    known = label >= 0 if label.dim() == 1 else torch.ones(n, dtype=torch.bool)
 
-    src, dst = (torch.from_numpy(data[k].astype(np.int64)) for k in ("src", "dst"))
-    g = dgl.to_bidirected(dgl.graph((src, dst), num_nodes=n))
-    g.ndata["feat"] = torch.from_numpy(data["feat"].astype(np.float32))
-    g.ndata["label"] = torch.from_numpy(data["label"].astype(np.int64))
+    if split:
+        order = torch.randperm(n, generator=torch.Generator().manual_seed(args.seed))
+        order = order[known[order]]
+        ends = [round(sum(split[:i]) * len(order) / 100) for i in range(4)]
+        data.update({k: torch.zeros(n).index_fill_(0, order[a:b], 1).numpy() for k, a, b in zip(MASKS, ends, ends[1:])})
     for k in MASKS:
-        g.ndata[k] = torch.from_numpy(data[k].astype(bool))
+        check(data[k].shape == (n,), k, f"has shape {data[k].shape}, but label has {n} rows")
+        check(((data[k] == 0) | (data[k] == 1)).all(), k, "must hold true and false (or 0 and 1) only")
+    masks = torch.stack([torch.from_numpy(data[k].astype(bool)) for k in MASKS])
+    if lost := int((masks.any(0) & ~known).sum()):
+        warn(f"{lost} nodes of the masks have no label; they are left out of the masks")
+    masks &= known
+    if twice := int((masks.sum(0) > 1).sum()):
+        warn(f"{twice} nodes are in more than one of {', '.join(MASKS)}; their scores mean little")
+    check(masks[0].any(), "train_mask", "selects no node with a label")
+
+    g = dgl.graph((torch.from_numpy(src.astype(np.int64)), torch.from_numpy(dst.astype(np.int64))), num_nodes=n)
+    if args.undirected or name.endswith(".npz") or name.startswith("synthetic:"):
+        g = simple_view(g, self_loops=True)
+    g.ndata.update(feat=torch.from_numpy(feat.astype(np.float32, copy=False)), label=label, **dict(zip(MASKS, masks)))
     return g
+
+
+def percentages(text):
+    split = [float(p) for p in text.split("/")]
+    if len(split) != 3 or min(split) < 0 or sum(split) > 100:
+        raise ValueError
+    return split
 
 
 def arguments():
     p = argparse.ArgumentParser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("--dataset", default=Path(__file__).parent / "tests/data/debian.npz", help="the .npz file")
+    p.add_argument("--dataset", default=Path(__file__).parent / "tests/data/debian.npz",
+                   help=f"a .npz or .bin file, synthetic:N,DEGREE,CLASSES or {', '.join(PAPER_C)}")
+    p.add_argument("--split", type=percentages, metavar="TRAIN/VAL/TEST",
+                   help="random masks of so many percent of the labelled nodes, instead of the dataset's")
+    p.add_argument("--undirected", action="store_true", help="add the reverse of every edge (.npz files always have it)")
     p.add_argument("--num_parts", type=int, default=4, help="P: number of parts = number of hosts")
-    p.add_argument("--part_method", default="ew", choices=("ew", "metis", "random", "dgl"),
-                   help="ew: the paper's; metis: the same with unit weights; dgl: DGL's METIS with its balance flags on")
-    p.add_argument("--c", type=float, default=0.5, help="weight of the feature similarity in EW (paper: .1 to 10)")
+    p.add_argument("--num_trainers_per_machine", type=int, default=1, help="trainers between which a part is divided again")
+    p.add_argument("--part_method", choices=("ew", "metis", "random", "dgl"),
+                   help="ew: the paper's; metis: the same with unit weights; dgl: DGL's METIS with its balance flags on; "
+                        "None: the paper's for its graph, otherwise ew")
+    p.add_argument("--c", type=float, help="weight of the feature similarity in EW; None: the paper's for its graph, otherwise .5")
+    p.add_argument("--balance_train", action="store_true", help="balance the training nodes too (dgl always does)")
+    p.add_argument("--balance_edges", action="store_true", help="balance the edges too (dgl always does)")
+    p.add_argument("--imbalance", type=float, default=1.1, help="most of a balanced quantity in a part, over the mean")
+    p.add_argument("--label_weight", type=int, default=0, help="weight to add between training nodes of one class")
+    p.add_argument("--refine", action="store_true", help="then move nodes to lower the entropy (beyond the paper)")
+    p.add_argument("--tries", type=int, default=1, help="seeds to try, from --seed on; the lowest total entropy wins")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--output", type=Path, default="out/parts", help="the directory to write")
     p.error = fail
@@ -302,13 +432,18 @@ def arguments():
 
 
 def check(args):
-    """Everything that can be wrong with the arguments themselves."""
-    if args.num_parts < 1:
-        fail(f"--num_parts {args.num_parts}: there must be at least 1 part")
-    if not 0 <= args.c <= 1e6:
-        fail(f"--c {args.c} must be a number from 0 to 1e6")
-    if not 0 <= args.seed <= 200_000:
-        fail(f"--seed {args.seed} must be at least 0 and at most 200000")
+    """Everything that can be wrong with the arguments themselves. Sets what follows from the dataset."""
+    paper = PAPER_C.get(str(args.dataset), 0.5)
+    args.part_method = args.part_method or ("ew" if paper else "metis")
+    args.c = (paper or 0.5) if args.c is None else args.c
+    for k, low, high in (("num_parts", 1, 10_000), ("num_trainers_per_machine", 1, 1000), ("c", 0, 1e6), ("seed", 0, 200_000),
+                         ("imbalance", 1.01, math.inf), ("label_weight", 0, 1e6), ("tries", 1, 10_000)):
+        if not low <= getattr(args, k) <= high:
+            fail(f"--{k} {getattr(args, k)} must be a number from {low} to {high}")
+    if args.part_method in ("random", "dgl"):
+        for k in ("balance_train", "balance_edges", "label_weight", "refine"):
+            if getattr(args, k):
+                fail(f"--{k} works on METIS's parts; use it with --part_method ew or metis, not {args.part_method}")
     try:
         args.output = args.output.resolve()                         # also where a link leads
         names = {p.name for p in args.output.iterdir()} if args.output.exists() else set()
@@ -322,52 +457,55 @@ def check(args):
 
 def main(args):
     seconds, tic = {}, time.time()
+    bar = tqdm(total=4, disable=None, leave=False, desc="load")
 
-    def lap(step):
+    def lap(step, following=None):
         nonlocal tic
         seconds[step], tic = time.time() - tic, time.time()
+        bar.update()
+        bar.set_description(following)
 
-    g = load_npz(args.dataset)
-    if args.num_parts > g.num_nodes():
-        fail(f"--num_parts {args.num_parts} is more than the graph's {g.num_nodes()} nodes; ask for fewer parts")
-    lap("load")
-
-    part = None                                                                            # dgl: assigned while writing
-    if args.part_method == "random":                                                       # equal sizes, no part empty
-        order = torch.randperm(g.num_nodes(), generator=torch.Generator().manual_seed(args.seed))
-        part = torch.argsort(order) % args.num_parts
-    elif args.part_method != "dgl":
-        view, weight = simple_view(g), None
-        if args.part_method == "ew":
-            weight = edge_weights(view, g.ndata["feat"], args.c)
-        lap("weights")
-        part = metis(view, args.num_parts, weight, args.seed)
-        lap("metis")
-
-    dgl.random.seed(args.seed)
-    name = Path(args.dataset).stem[:60].replace("stats", "graph")   # it becomes NAME.json and part of names in /dev/shm
     new = args.output.with_name(f"{args.output.name}.{os.getpid()}")                       # renamed when it is complete
+    g = load(args)
+    if args.num_parts * args.num_trainers_per_machine > g.num_nodes():
+        fail(f"--num_parts {args.num_parts} is more than the graph's {g.num_nodes()} nodes; ask for fewer parts")
+    if args.part_method == "ew" and not g.ndata["feat"].any():
+        warn("feat is zero everywhere, so EW sees only the degrees")
+    lap("load", "weights")
     try:
         new.mkdir(parents=True)
     except OSError as e:
         fail(f"--output {args.output} can't be written ({e.strerror}); name another directory")
     try:
-        node_map = write(g, name, args.num_parts, part, new)
+        part = None                                                                        # dgl: assigned while writing
+        if args.part_method != "dgl":
+            part = assign(g, args, lap)
+            if len(torch.unique(part[g.edges()[1]] // args.num_trainers_per_machine)) < args.num_parts:
+                fail(f"--num_parts {args.num_parts} gives a part without an edge; ask for fewer parts")
+        name = re.sub(r"[^\w.-]", "_", Path(args.dataset).stem[:60]).replace("stats", "graph")  # NAME.json and in /dev/shm
+        node_map = write(g, name, args, part, new)
         book = dgl.distributed.load_partition_book(str(new / f"{name}.json"), 0)[0]
         part = torch.empty(g.num_nodes(), dtype=torch.int64)
         part[node_map] = book.nid2partid(torch.arange(g.num_nodes()))                      # as written
         lap("write")
-        stats = dict(method=args.part_method, num_parts=args.num_parts, seed=args.seed,
-                     c=args.c if args.part_method == "ew" else None, **statistics(g, part, args.num_parts),
-                     seconds=seconds, peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
-        (new / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
-        shutil.rmtree(args.output, ignore_errors=True)
+        stats = dict(arguments=vars(args), **statistics(g, part, args.num_parts), seconds=seconds,
+                     peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+        (new / "stats.json").write_text(json.dumps(stats, indent=1, default=str) + "\n")
+        if args.output.exists():
+            args.output.rename(new.with_name(f"{new.name}.old"))
         new.rename(args.output)
+        shutil.rmtree(new.with_name(f"{new.name}.old"), ignore_errors=True)
     finally:
         shutil.rmtree(new, ignore_errors=True)
     print(f"{name}: {g.num_nodes()} nodes, {g.num_edges()} edges, in {args.num_parts} parts by {args.part_method}")
     print(table(stats))
+    for k, limited in (("nodes", True), ("train_nodes", args.balance_train), ("edges", args.balance_edges)):
+        if stats["imbalance"][k] > args.imbalance and limited and args.part_method in ("ew", "metis"):
+            warn(f"no partition with at most {args.imbalance} times the mean of {k} in each part was found")
+    if empty := [i for i, p in enumerate(stats["parts"]) if not p["train_nodes"]]:
+        warn(f"no training nodes in part {', '.join(map(str, empty))}; ask for fewer parts")
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main(check(arguments().parse_args()))
