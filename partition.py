@@ -134,9 +134,9 @@ def expected_classes(g, feat, label, train):
     return share if single else torch.cat([share, 1 - share], 1)
 
 
-def refine(g, part, load, limit, weight=None, classes=None, max_cut=1.28, seed=0, rounds=100):
+def refine(g, part, load, limit, weight=None, classes=None, max_cut=math.inf, seed=0, rounds=100):
     """Beyond the paper: moves nodes until no part has more than limit times the mean load, at the least weight of cut edges,
-    or, given classes, at the least expected entropy with at most max_cut times the weight that is cut at first.
+    or, given classes, at the least expected entropy with at most the share max_cut of the weight cut.
 
     A node likes part b by  mu * (weight of its neighbours in b)  [+ sum_c q_c log2 p_bc],  q its classes, p_b those of b's
     nodes, less what b charges for its load. The prices solve the dual of the balance constraint over the soft choices at
@@ -155,13 +155,13 @@ def refine(g, part, load, limit, weight=None, classes=None, max_cut=1.28, seed=0
         cut = 1 - float((near * inside).sum()) / g.num_edges()
         sizes = inside.T @ load                                                            # (P, Q)
         if r == 0:
-            allowed, overload = max_cut * cut, (sizes.max(0).values - limit).clamp(min=0)
+            overload = (sizes.max(0).values - limit).clamp(min=0)
         score, value = mu * near, cut
         if classes is not None:
             count = inside.T @ classes                                                     # (P, C)
-            value = float(torch.special.entr(F.normalize(count, p=1, dim=1)).sum(1) @ inside.sum(0)) if cut <= allowed else math.inf
+            value = float(torch.special.entr(F.normalize(count, p=1, dim=1)).sum(1) @ inside.sum(0)) if cut <= max_cut else math.inf
             score += classes @ F.normalize(count + 1e-3, p=1, dim=1).log2().T
-            mu = mu * 1.15 if cut > allowed else mu / 1.08
+            mu = mu * 1.15 if cut > max_cut else mu / 1.08
         if (sizes <= limit).all() and (sizes[:, 2] > 0).all() and value < best:
             best, found = value, part
         temperature = 0.3 * (0.02 / 0.3) ** (r / rounds)

@@ -48,6 +48,11 @@ def write_npz(path, **arrays):
     return path
 
 
+def read_graph(dataset, *flags):
+    """The graph as partition.py sees it"""
+    return partition.load(partition.check(partition.arguments().parse_args(["--dataset", str(dataset), *flags])))
+
+
 def make_parts(dataset, output, *flags):
     """partition.py in this process -> the path of the partition directory's .json"""
     partition.main(partition.check(partition.arguments().parse_args(

@@ -12,9 +12,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import ROOT, full_graph_logits, random_graph, write_npz
+from conftest import ROOT, full_graph_logits, random_graph, read_graph, write_npz
 
-import partition
 from train_dist import SAGE, class_counts, f1_scores
 
 SMALL = "--hosts 2 --num_epochs 12 --sync_fraction 0.5 --batch_size 40 --num_hidden 16 --seed 3".split()
@@ -51,7 +50,7 @@ def two_runs(data, tmp_path_factory):
 
 
 def load(out, data):
-    g = partition.load_npz(data)
+    g = read_graph(data)
     node_map = torch.load(out / "parts" / "node_map.pt")
     ranges = json.loads((out / "parts" / "toy.json").read_text())["node_map"]["_N"]
     owned = [node_map[a:b] for a, b in ranges]

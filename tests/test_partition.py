@@ -9,13 +9,9 @@ import dgl
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_parts, random_graph, write_npz
+from conftest import ROOT, make_parts, random_graph, read_graph, write_npz
 
 import partition
-
-
-def load(dataset, *flags):
-    return partition.load(partition.check(partition.arguments().parse_args(["--dataset", str(dataset), *flags])))
 
 
 def entropy_by_hand(labels):
@@ -40,7 +36,7 @@ def test_entropy_multi_label():
 
 @pytest.mark.parametrize("c", [0.5, 10, 0])
 def test_edge_weights_equal_the_double_loop(c, tmp_path):
-    g = partition.simple_view(load(write_npz(tmp_path / "g.npz", **random_graph())))
+    g = partition.simple_view(read_graph(write_npz(tmp_path / "g.npz", **random_graph())))
     weight = partition.edge_weights(g, (x := torch.tensor(random_graph()["feat"])), c)
     degree = Counter(g.edges()[0].tolist())
     pairs = dict(zip(zip(*(t.tolist() for t in g.edges())), weight.tolist()))
@@ -108,7 +104,7 @@ def test_directory_read_back_through_dgl(tmp_path, method, multilabel, monkeypat
 def test_ew_and_metis_differ_in_weights_only(tmp_path):
     """With weights that carry no information EW is METIS: the same call, the same parts."""
     arrays = random_graph()
-    g = partition.simple_view(load(write_npz(tmp_path / "g.npz", **arrays)))
+    g = partition.simple_view(read_graph(write_npz(tmp_path / "g.npz", **arrays)))
     ones = torch.full((g.num_edges(),), 1)
     assert torch.equal(partition.metis(g, 4, ones, seed=3), partition.metis(g, 4, None, seed=3))
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import FORK, free_ports, full_graph_logits, make_parts, random_graph, run_hosts, write_npz
+from conftest import FORK, free_ports, full_graph_logits, make_parts, random_graph, read_graph, run_hosts, write_npz
 
-import partition
 import sampler
 import train_dist
 from train_dist import SAGE, class_counts, f1_scores, focal_loss, train_epoch
@@ -160,7 +159,7 @@ def job(request, tmp_path_factory):
     arrays = random_graph(multilabel=multilabel)
     config = make_parts(write_npz(tmp / "g.npz", **arrays), tmp / "parts", "--num_parts", parts)
     hosts = run_hosts(tmp, config, look_around, "--num_layers", layers, "--fan_out", ",".join(["25"] * layers))
-    return arrays, torch.load(config.parent / "node_map.pt"), hosts, partition.load_npz(tmp / "g.npz"), layers
+    return arrays, torch.load(config.parent / "node_map.pt"), hosts, read_graph(tmp / "g.npz"), layers
 
 
 def test_every_host_reads_every_row(job):
