@@ -170,13 +170,12 @@ def refine(g, part, load, limit, weight=None, classes=None, max_cut=1.0, seed=0,
         if value < best and sizes[:, -1].all():
             best, found = value, part
         temperature = 0.5 * 0.2 ** (r / rounds)
-        bound = limit - 0.005 + (sizes.max(0).values - limit).clamp(min=0) * max(0, 1 - r / (0.3 * rounds))
         free = torch.rand(n, generator=random) < 0.5
         fixed, moving, like, cost = inside[~free].T @ load[~free], load[free], score[free], charge[free]
         step, last = torch.full_like(price, temperature / 4), 0
         for _ in range(30):                                                                # Rprop on the dual
             soft = F.softmax((like - cost @ price.T) / temperature, 1)
-            slope = (fixed + soft.T @ moving - bound).sign()
+            slope = (fixed + soft.T @ moving - limit + 0.005).sign()
             step *= torch.where(slope * last > 0, 1.2, torch.where(slope * last < 0, 0.5, 1.0))
             price, last = (price + step * slope).clamp(min=0), slope
         noise = -torch.empty_like(like).exponential_(generator=random).log()               # Gumbel
