@@ -19,8 +19,10 @@ def generator(seed, host, epoch):
 def column_norms(src, dst, degree, num_nodes):
     """||A^[:, v]||_2 = sqrt(sum_u A_uv / (d_u d_v)) for the nodes v = 0..num_nodes-1, from all the edges u -> v into them.
     src, dst (E,), degree (N,) of every node named -> (num_nodes,); 0 for a node without edges."""
-    total = torch.zeros(num_nodes, dtype=torch.double).index_add_(0, dst, 1 / degree[src].double())
-    return (total / degree[:num_nodes].clamp(min=1)).sqrt()
+    # ASSUMED: in a directed graph d is the in-degree, and at least 1.
+    degree = degree.double().clamp(min=1)
+    total = torch.zeros(num_nodes, dtype=torch.double).index_add_(0, dst, 1 / degree[src])
+    return (total / degree[:num_nodes]).sqrt()
 
 
 def class_frequency(label):

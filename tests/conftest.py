@@ -27,13 +27,13 @@ def pytest_configure(config):
 
 
 def random_graph(n=150, classes=5, features=12, multilabel=False, seed=0):
-    """The arrays of an .npz: clustered, with isolated nodes, a self-loop, a parallel edge, zero and opposite features, and
-    nodes in no split."""
+    """The arrays of an .npz: clustered, with isolated nodes, an island, a self-loop, a parallel edge, zero and opposite
+    features, and nodes in no split."""
     rng = np.random.default_rng(seed)
     label = rng.integers(0, classes, n)
-    src, dst = rng.integers(0, n - 5, (2, 5 * n))                                          # the last 5 nodes stay isolated
+    src, dst = rng.integers(0, n - 5, (2, 5 * n))                                          # the last 5 nodes are left over
     keep = (label[src] == label[dst]) | (rng.random(len(src)) < 0.2)
-    src, dst = np.append(src[keep], [3, src[keep][0]]), np.append(dst[keep], [3, dst[keep][0]])
+    src, dst = np.append(src[keep], [3, src[keep][0], n - 2]), np.append(dst[keep], [3, dst[keep][0], n - 1])
     feat = rng.normal(size=(n, features)) + 2 * np.eye(classes, features)[label]
     feat[:4], feat[5] = 0, -feat[6]
     split = rng.permutation(n) % 8                                                         # 0-3 train, 4-5 val, 6 test, 7 none
@@ -45,6 +45,14 @@ def random_graph(n=150, classes=5, features=12, multilabel=False, seed=0):
 
 def write_npz(path, **arrays):
     np.savez(path, **arrays)
+    return path
+
+
+def write_bin(path, src, dst, **data):
+    """The same graph as DGL's .bin, directed and with its parallel edges"""
+    g = dgl.graph((src, dst), num_nodes=len(data["label"]))
+    g.ndata.update({k: torch.tensor(v) for k, v in data.items()})
+    dgl.save_graphs(str(path), [g])
     return path
 
 

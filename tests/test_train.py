@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import FORK, free_ports, full_graph_logits, make_parts, random_graph, read_graph, run_hosts, write_npz
+from conftest import FORK, free_ports, full_graph_logits, make_parts, random_graph, read_graph, run_hosts, write_bin, write_npz
 
 import sampler
 import train_dist
@@ -151,15 +151,16 @@ def look_around(args):
                 state=(train_dist.disconnect(), own.state_dict())[1])
 
 
-@pytest.fixture(scope="module", params=[(3, False, 2), (2, True, 3), (1, False, 1)],
-                ids=lambda p: "hosts{}-multi{}-layers{}".format(*p))
+@pytest.fixture(scope="module", params=[(3, "undirected", 2), (2, "directed multi-label", 3), (1, "undirected", 1)],
+                ids=lambda p: "{}-{}-layers{}".format(*p))
 def job(request, tmp_path_factory):
-    parts, multilabel, layers = request.param
+    parts, kind, layers = request.param
     tmp = tmp_path_factory.mktemp("job")
-    arrays = random_graph(multilabel=multilabel)
-    config = make_parts(write_npz(tmp / "g.npz", **arrays), tmp / "parts", "--num_parts", parts)
+    arrays = random_graph(multilabel="multi-label" in kind)
+    data = write_bin(tmp / "g.bin", **arrays) if "directed m" in kind else write_npz(tmp / "g.npz", **arrays)
+    config = make_parts(data, tmp / "parts", "--num_parts", parts)
     hosts = run_hosts(tmp, config, look_around, "--num_layers", layers, "--fan_out", ",".join(["25"] * layers))
-    return arrays, torch.load(config.parent / "node_map.pt"), hosts, read_graph(tmp / "g.npz"), layers
+    return arrays, torch.load(config.parent / "node_map.pt"), hosts, read_graph(data), layers
 
 
 def test_every_host_reads_every_row(job):
