@@ -400,12 +400,12 @@ def load(args):
         check(data[k].shape == (n,), k, f"has shape {data[k].shape}, but label has {n} rows")
         check(((data[k] == 0) | (data[k] == 1)).all(), k, "must hold true and false (or 0 and 1) only")
     masks = torch.stack([torch.from_numpy(data[k].astype(bool)) for k in MASKS])
+    check((masks[0] & known).any(), "train_mask", "selects no node with a label")
     if lost := int((masks.any(0) & ~known).sum()):
         warn(f"{lost} nodes of the masks have no label; they are left out of the masks")
     masks &= known
     if twice := int((masks.sum(0) > 1).sum()):
         warn(f"{twice} nodes are in more than one of {', '.join(MASKS)}; their scores mean little")
-    check(masks[0].any(), "train_mask", "selects no node with a label")
 
     g = dgl.graph((torch.from_numpy(src.astype(np.int64)), torch.from_numpy(dst.astype(np.int64))), num_nodes=n)
     if args.undirected or name.endswith(".npz") or name.startswith("synthetic:"):

@@ -1,15 +1,17 @@
 """partition.py against formulas written out, and its directory read back through DGL."""
 import json
 import math
+import os
 import subprocess
 import sys
+import types
 from collections import Counter
 
 import dgl
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_parts, random_graph, read_graph, write_npz
+from conftest import ROOT, make_parts, random_graph, read_graph, write_bin, write_npz
 
 import partition
 
@@ -133,8 +135,38 @@ def test_features_are_written_as_given(tmp_path):
     assert torch.equal(feats["ew"], feats["metis"])
 
 
+def corrupt(path, seed):
+    """Overwrites a few bytes of the file, or cuts it off."""
+    rng = np.random.default_rng(seed)
+    raw = bytearray(path.read_bytes())
+    if seed % 3 == 0:
+        raw = raw[:rng.integers(len(raw))]
+    else:
+        for i in rng.integers(0, len(raw) if seed % 3 == 1 else 400, 4):
+            raw[i] = rng.integers(256)
+    path.write_bytes(raw)
+
+
 BAD = {
     "no such file": (lambda a: None, [], "--dataset"),
+    "not npz": (lambda a: None, [], "--dataset"),
+    "truncated": (lambda a: None, [], "--dataset"),
+    "unknown dataset": (lambda a: None, ["--dataset", "cora"], "--dataset cora"),
+    "synthetic of no size": (lambda a: None, ["--dataset", "synthetic:10,0,2"], "--dataset synthetic:10,0,2"),
+    "not bin": (lambda a: None, ["--dataset", __file__ + ".bin"], "--dataset"),
+    "no features": (lambda a: a.update(feat=a["feat"][:, :0]), [], "feat"),
+    "infinite": (lambda a: a["feat"].__setitem__((0, 0), np.inf), [], "feat"),
+    "text": (lambda a: a.update(feat=a["feat"].astype(str)), [], "feat"),
+    "fractional edge end": (lambda a: a.update(src=a["src"] + 0.5), [], "src"),
+    "fractional class": (lambda a: a.update(label=a["label"] + 0.5), [], "label"),
+    "no label": (lambda a: a.update(label=np.full(150, np.nan)), [], "train_mask"),
+    "multi-label 2": (lambda a: a.update(label=np.full((150, 3), 2)), [], "label"),
+    "mask 2": (lambda a: a.update(val_mask=np.full(150, 2)), [], "val_mask"),
+    "mask of another length": (lambda a: a.update(test_mask=a["test_mask"][1:]), [], "test_mask"),
+    "split over 100": (lambda a: None, ["--split", "50/50/50"], "--split"),
+    "output under a file": (lambda a: None, ["--output", __file__ + "/parts"], "--output"),
+    "output not writable": (lambda a: None, ["--output", "/proc/parts"], "--output"),
+    "refine random": (lambda a: None, ["--part_method", "random", "--refine", "1.2"], "--refine"),
     "array missing": (lambda a: a.pop("feat"), [], "feat"),
     "lengths differ": (lambda a: a.update(dst=a["dst"][:-1]), [], "dst"),
     "rows differ": (lambda a: a.update(feat=a["feat"][:-1]), [], "feat"),
@@ -161,11 +193,235 @@ def test_bad_input_is_one_line(tmp_path, case, capfd):
     path = write_npz(tmp_path / "g.npz", **arrays)
     if case == "no such file":
         path.unlink()
+    if case == "not npz":
+        path.write_text("src,dst\n0,1\n")
+    if case == "truncated":
+        path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(SystemExit) as e:
         make_parts(path, tmp_path / "parts", *flags)
     error = capfd.readouterr().err
     assert e.value.code == 2 and error.count("\n") == 1 and name in error
     assert [p.name for p in tmp_path.iterdir() if p != path] == []
+
+
+def outcome(dataset, output, capfd, *flags):
+    """-> stats.json without times and what was said on stderr; the stats are None where it ended with one line"""
+    try:
+        config = make_parts(dataset, output, *flags)
+    except SystemExit as e:
+        error = capfd.readouterr().err
+        assert e.code == 2 and error.count("\n") == 1, error
+        assert not output.exists()
+        return None, error
+    stats = json.loads((config.parent / "stats.json").read_text())
+    return {k: stats[k] for k in ("parts", "total_entropy", "val_entropy", "edge_cut")}, capfd.readouterr().err
+
+
+def test_corrupted_files(tmp_path, capfd):
+    """30 of them: each is refused in one line, or what it says is still all there."""
+    good, _ = outcome(write_npz(tmp_path / "g.npz", **random_graph()), tmp_path / "good", capfd)
+    refused = 0
+    for seed in range(30):
+        path = write_npz(tmp_path / "g.npz", **random_graph())
+        corrupt(path, seed)
+        stats, error = outcome(path, tmp_path / f"p{seed}", capfd)
+        assert stats in (None, good), seed
+        refused += stats is None
+    assert refused > 20
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system")
+def test_full_disk(tmp_path, capfd):
+    data, small = write_npz(tmp_path / "g.npz", **random_graph(4000)), tmp_path / "small"
+    small.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", small]).returncode:
+        pytest.skip("can't mount")
+    try:
+        stats, error = outcome(data, small / "parts", capfd)
+        assert stats is None and "--output" in error and "disk full" in error and list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+@pytest.mark.parametrize("case, change, flags, said", [
+    ("one part", lambda a: None, ["--num_parts", "1"], ""),
+    ("overlap", lambda a: a["val_mask"].__setitem__(np.flatnonzero(a["train_mask"])[:7], True), [], "7 nodes are in more than one"),
+    ("zero features", lambda a: a["feat"].fill(0), [], "feat is zero everywhere"),
+    ("int features", lambda a: a.update(feat=a["feat"].round().astype(int)), [], ""),
+    ("bool features", lambda a: a.update(feat=a["feat"] > 0), [], ""),
+    ("float16 features", lambda a: a.update(feat=a["feat"].astype(np.float16)), [], ""),
+    ("int8 masks in columns", lambda a: a.update({k: a[k].astype(np.int8)[:, None] for k in partition.MASKS}), [], ""),
+    ("float masks", lambda a: a.update({k: a[k].astype(float) for k in partition.MASKS}), [], ""),
+    ("labels in a column", lambda a: a.update(label=a["label"][:, None]), [], ""),
+    ("gaps between classes", lambda a: a.update(label=20 * a["label"]), [], ""),
+    ("nan labels", lambda a: a.update(label=np.where(np.any([a[k] for k in partition.MASKS], 0), a["label"], np.nan)), [], ""),
+    ("training nodes without a label", lambda a: a["label"].__setitem__(np.flatnonzero(a["train_mask"])[:3], -1), [],
+     "3 nodes of the masks have no label"),
+    ("no training nodes in a part", lambda a: a["train_mask"].__setitem__(
+        slice(np.flatnonzero(a["train_mask"])[1], 150), False), [], "no training nodes in part"),
+    ("split", lambda a: [a.pop(k) for k in partition.MASKS], ["--split", "50/25/25"], ""),
+    ("two trainers", lambda a: None, ["--num_trainers_per_machine", "2"], ""),
+    ("all flags", lambda a: None, ["--balance_train", "--balance_edges", "--label_weight", "50", "--refine", "1.3", "--tries", "2"],
+     None),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_unusual_input_works(tmp_path, capfd, case, change, flags, said):
+    change(arrays := random_graph())
+    data = write_npz(tmp_path / "g.npz", **arrays)
+    stats, error = outcome(data, tmp_path / "parts", capfd, *flags)
+    assert stats is not None, error
+    assert (said in error and error.count("\n") == bool(said)) if said is not None else True, error
+    verify(tmp_path / "parts" / "g.json", read_graph(data, *flags))
+
+
+def verify(config, g):
+    """Every node and edge of g is in the directory exactly once, with its data (what DGL's verify_partitions.py checks)."""
+    node_map, seen, edges = torch.load(config.parent / "node_map.pt"), [], []
+    for i in range(json.loads(config.read_text())["num_parts"]):
+        part, feats, _, book, *_ = dgl.distributed.load_partition(str(config), i)
+        original, inner = node_map[part.ndata[dgl.NID]], part.ndata["inner_node"].bool()
+        assert (book.nid2partid(part.ndata[dgl.NID][inner]) == i).all()
+        u, v = part.edges()
+        owned = part.edata["inner_edge"].bool()
+        assert inner[v[owned]].all()                                # an edge lies with its destination
+        edges += zip(original[u[owned]].tolist(), original[v[owned]].tolist())
+        seen += original[inner].tolist()
+        for k in ("feat", "label", *partition.MASKS):
+            assert torch.equal(feats[f"_N/{k}"].to(g.ndata[k].dtype), g.ndata[k][original[inner]]), k
+    assert sorted(seen) == list(range(g.num_nodes()))
+    assert Counter(edges) == Counter(zip(*(t.tolist() for t in g.edges())))
+
+
+@pytest.mark.parametrize("method", ["ew", "metis", "random", "dgl"])
+@pytest.mark.parametrize("multilabel", [False, True])
+def test_directed_multigraph_is_kept_as_given(tmp_path, method, multilabel):
+    arrays = random_graph(multilabel=multilabel)
+    config = make_parts(data := write_bin(tmp_path / "g.bin", **arrays), tmp_path / "parts", "--part_method", method)
+    g = read_graph(data)
+    assert Counter(zip(*(t.tolist() for t in g.edges()))) == Counter(zip(arrays["src"].tolist(), arrays["dst"].tolist()))
+    verify(config, g)
+
+
+def test_trainers_of_a_machine_share_its_part(tmp_path):
+    config = make_parts(write_npz(tmp_path / "g.npz", **random_graph()), tmp_path / "parts", "--num_parts", 2,
+                        "--num_trainers_per_machine", 2)
+    for i in range(2):
+        trainer = dgl.distributed.load_partition(str(config), i)[1]["_N/trainer_id"]
+        assert set((trainer // 2).tolist()) == {i} and set(trainer.tolist()) == {2 * i, 2 * i + 1}
+
+
+class Fake(list):
+    """A dataset of one graph"""
+    def __init__(self, g, split=None):
+        super().__init__([g])
+        self.split = split
+
+    def get_idx_split(self):
+        return self.split
+
+
+@pytest.mark.parametrize("name, part_method, c", [("flickr", "ew", 10), ("yelp", "ew", 0.1), ("reddit", "ew", 0.5),
+                                                  ("ogbn-products", "ew", 0.5), ("ogbn-papers100M", "metis", 0.5)])
+def test_graphs_of_the_paper(tmp_path, monkeypatch, capfd, name, part_method, c):
+    """Fakes of the shape that dgl.data and ogb give"""
+    arrays = random_graph(multilabel=name == "yelp")
+    g = dgl.graph((arrays["src"], arrays["dst"]), num_nodes=150)
+    if name != "ogbn-papers100M":                                   # that one is directed
+        g = dgl.to_bidirected(g)
+    g.ndata["feat"], label = torch.tensor(arrays["feat"]), torch.tensor(arrays["label"])
+    masks = {k: torch.tensor(arrays[k]) for k in partition.MASKS}
+    if name.startswith("ogbn"):
+        if name == "ogbn-papers100M":                               # float classes, NaN for those in no split
+            label = label.float().masked_fill(~torch.stack([*masks.values()]).any(0), math.nan)
+        fake = Fake((g, label[:, None]), dict(zip(("train", "valid", "test"), (m.nonzero().flatten() for m in masks.values()))))
+        module = types.ModuleType("ogb.nodeproppred")
+        module.DglNodePropPredDataset = lambda asked, root: fake if asked == name else None
+        monkeypatch.setitem(sys.modules, "ogb", types.ModuleType("ogb"))
+        monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
+    else:
+        g.ndata.update(label=label.float() if name == "yelp" else label, **masks)
+        monkeypatch.setattr(dgl.data, f"{name.capitalize()}Dataset", lambda: Fake(g))
+    config = make_parts(name, tmp_path / "parts")
+    stats = json.loads((tmp_path / "parts" / "stats.json").read_text())
+    assert stats["arguments"]["part_method"] == part_method and stats["arguments"]["c"] == c
+    seen = read_graph(name)
+    known = torch.stack([*masks.values()]).any(0) if name == "ogbn-papers100M" else torch.ones(150, dtype=torch.bool)
+    assert torch.equal(seen.ndata["label"][known], torch.tensor(arrays["label"])[known].long())
+    assert (seen.ndata["label"][~known] == -1).all() and all(torch.equal(seen.ndata[k], masks[k]) for k in masks)
+    assert torch.equal(torch.stack(seen.edges()), torch.stack(g.edges()))
+    verify(config, seen)
+
+
+def test_ogb_that_is_not_installed_is_one_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ogb", None)
+    stats, error = outcome("ogbn-products", tmp_path / "parts", capfd)
+    assert stats is None and "pip install ogb" in error
+
+
+def test_labels_that_are_to_be_predicted_are_not_looked_at(tmp_path):
+    """Other validation and test labels, the same parts, whatever the flags"""
+    arrays, parts = random_graph(), []
+    flags = ["--label_weight", "50", "--refine", "1.3", "--balance_train", "--balance_edges", "--tries", "2"]
+    for name in "ab":
+        config = make_parts(write_npz(tmp_path / f"{name}.npz", **arrays), tmp_path / name, *flags)
+        parts.append(torch.load(config.parent / "node_map.pt"))
+        arrays["label"] = np.where(arrays["train_mask"], arrays["label"], (arrays["label"] + 1) % 5)
+    assert torch.equal(*parts)
+
+
+def test_same_class_edges_and_expected_classes_by_hand():
+    g = dgl.to_bidirected(dgl.graph(([0, 1, 2, 3], [1, 2, 3, 0])))
+    label, train = torch.tensor([1, 1, 0, 1]), torch.tensor([True, True, True, False])
+    edges = list(zip(*(t.tolist() for t in g.edges())))
+    assert [e for e, same in zip(edges, partition.same_class_edges(g, label, train)) if same] == [(0, 1), (1, 0)]
+    both = torch.tensor([[1, 1], [0, 1], [1, 0], [1, 1]])
+    same = {e for e, same in zip(edges, partition.same_class_edges(g, both, train)) if same}
+    assert same == {(0, 1), (1, 0)}                                 # 1 and 2 share no label, 3 is no training node
+    q = partition.expected_classes(g, torch.eye(4), label, train)
+    torch.testing.assert_close(q[:3], torch.eye(2)[label[:3]])
+    torch.testing.assert_close(q.sum(1), torch.ones(4))
+
+
+@pytest.mark.parametrize("method", ["metis", "ew"])
+def test_balance_and_refine_keep_their_promises(tmp_path, method):
+    """At 1500 nodes with hubs: every balanced quantity within the limit, a lower entropy, no more cut than allowed."""
+    arrays, stats = random_graph(1500, seed=1), {}
+    hubs = np.random.default_rng(0).integers(0, 60, (2, 6000))      # an eighth of the edges among 60 nodes
+    arrays.update(src=np.append(arrays["src"], hubs[0]), dst=np.append(arrays["dst"], hubs[1]))
+    data, balance = write_npz(tmp_path / "g.npz", **arrays), ["--balance_train", "--balance_edges"]
+    for name, flags in (("plain", []), ("balanced", balance), ("refined", [*balance, "--refine", "1.3"])):
+        config = make_parts(data, tmp_path / name, "--part_method", method, *flags)
+        stats[name] = json.loads((config.parent / "stats.json").read_text())
+    assert max(stats["plain"]["imbalance"].values()) > 1.1
+    for name in ("balanced", "refined"):
+        assert max(stats[name]["imbalance"].values()) <= 1.1
+    assert stats["refined"]["total_entropy"] < 0.9 * stats["balanced"]["total_entropy"]
+    assert stats["refined"]["val_entropy"] < stats["balanced"]["val_entropy"]
+
+
+def test_tries_keep_the_lowest_entropy(tmp_path):
+    data = write_npz(tmp_path / "g.npz", **random_graph(400))
+    entropy = [json.loads((make_parts(data, tmp_path / "p", "--seed", seed, "--tries", tries).parent / "stats.json").read_text())
+               ["total_entropy"] for seed, tries in ((0, 1), (1, 1), (2, 1), (0, 3))]
+    assert entropy[3] == min(entropy[:3]) and len(set(entropy[:3])) > 1
+
+
+def test_interrupted_run_leaves_the_old_partition_whole(tmp_path, monkeypatch):
+    data = write_npz(tmp_path / "g.npz", **random_graph())
+    config = make_parts(data, tmp_path / "parts")
+    before = {p: p.read_bytes() for p in config.parent.rglob("*") if p.is_file()}
+    monkeypatch.setattr(partition, "statistics", lambda *_: sys.exit(143))     # as on SIGTERM: all is written but stats.json
+    with pytest.raises(SystemExit):
+        make_parts(data, tmp_path / "parts", "--seed", 1)
+    assert {p: p.read_bytes() for p in config.parent.rglob("*") if p.is_file()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g.npz", "parts"]
+
+
+def test_synthetic_graph(tmp_path):
+    g = read_graph("synthetic:2000,20,5")
+    assert g.num_nodes() == 2000 and 0.9 * 40000 < g.num_edges() <= 40000 and g.ndata["feat"].shape == (2000, 100)
+    assert set(g.ndata["label"].tolist()) == set(range(5))
+    assert [int(g.ndata[k].sum()) for k in partition.MASKS] == [1000, 500, 500]
+    assert torch.equal(g.edges()[0], read_graph("synthetic:2000,20,5").edges()[0])
 
 
 @pytest.mark.parametrize("beside", ["nothing", "stats.json", "a whole partition"])
