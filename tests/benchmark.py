@@ -2,7 +2,7 @@
 
     python tests/benchmark.py partitions            entropy, cut and balance of all methods on the graphs of --data
     python tests/benchmark.py weights               EW's edge weights against a Python loop over the nodes
-    python tests/benchmark.py scale --nodes 1000000 --degree 50 --classes 40        time and memory against plain DGL
+    python tests/benchmark.py scale --dataset synthetic:1000000,50,40       time and memory against DGL's partition_graph
 
 What was measured is kept in --results, one JSON object per line, and not measured again.
 """
@@ -97,7 +97,31 @@ def weights(args, measured):
               f"fast; {int((weight != slow).sum())} of {len(weight)} weights differ (by at most {int((weight - slow).abs().max())})")
 
 
-BENCHMARKS = dict(partitions=partitions, weights=weights)
+def plain_dgl(args, measured):
+    """One process of scale: DGL's own partition_graph, with DGL's METIS, on the graph that partition.py reads"""
+    g = partition.load(partition.check(partition.arguments().parse_args(["--dataset", args.dataset])))
+    with tempfile.TemporaryDirectory() as tmp, contextlib.redirect_stdout(io.StringIO()):
+        tic = time.perf_counter()
+        dgl.distributed.partition_graph(g, "g", 4, tmp)
+        seconds = time.perf_counter() - tic
+    print(json.dumps(dict(seconds=seconds, peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)))
+
+
+def scale(args, measured):
+    with tempfile.TemporaryDirectory() as tmp:
+        subprocess.run([sys.executable, ROOT / "partition.py", "--dataset", args.dataset, "--output", f"{tmp}/parts"], check=True)
+        stats = json.loads(Path(tmp, "parts/stats.json").read_text())
+    seconds, edges = stats["seconds"], sum(p["edges"] for p in stats["parts"]) / 2e6
+    print(f"edge weights (and the simple graph): {seconds['weights'] / seconds['metis']:.2f} of METIS's time; per million "
+          f"undirected edges {sum(seconds.values()) / edges:.2f} s and {stats['peak_memory_gb'] / edges:.2f} GB")
+    if not args.alone:
+        other = json.loads(subprocess.run([sys.executable, __file__, "plain_dgl", "--dataset", args.dataset], check=True,
+                                          stdout=subprocess.PIPE).stdout.splitlines()[-1])
+        print(f"DGL's partition_graph alone: {other['seconds']:.1f} s, peak {other['peak']:.2f} GB; ew takes "
+              f"{sum(seconds.values()) / other['seconds']:.2f} times as long, reading included")
+
+
+BENCHMARKS = dict(partitions=partitions, weights=weights, scale=scale, plain_dgl=plain_dgl)
 
 
 def main():
@@ -107,6 +131,8 @@ def main():
     p.add_argument("--results", type=Path, default=ROOT / "out/benchmark.jsonl")
     p.add_argument("--num_parts", type=int, nargs="+", default=[4, 8])
     p.add_argument("--seeds", type=int, default=5)
+    p.add_argument("--dataset", default="synthetic:1000000,50,40", help="of scale")
+    p.add_argument("--alone", action="store_true", help="scale without DGL's partition_graph")
     args = p.parse_args()
     args.results.parent.mkdir(exist_ok=True)
     known = {tuple(r["key"]): r["value"] for r in map(json.loads, args.results.read_text().splitlines())} \
