@@ -28,6 +28,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 os.environ.setdefault("DGLBACKEND", "pytorch")
 import dgl
@@ -65,14 +66,13 @@ def total_entropy(label, part, num_parts):
     return float((n / n.sum().clamp(min=1) * label_entropy(label, part, num_parts)).sum())
 
 
-def simple_view(g, self_loops=False):
-    """What METIS partitions: g without direction, parallel edges and self-loops. Edge E/2 + i is edge i reversed.
-    With self_loops they stay, each once, as the last edges."""
+def simple_view(g):
+    """What METIS partitions: g without direction, parallel edges and self-loops. Edge E/2 + i is edge i reversed."""
     u, v = g.edges()
     key = torch.unique(torch.minimum(u, v) * g.num_nodes() + torch.maximum(u, v))         # 5 times as fast as to_bidirected
     u, v = key // g.num_nodes(), key % g.num_nodes()
-    loop, u, v = u[u == v][:None if self_loops else 0], u[u != v], v[u != v]
-    return dgl.graph((torch.cat([u, v, loop]), torch.cat([v, u, loop])), num_nodes=g.num_nodes())
+    u, v = u[u != v], v[u != v]
+    return dgl.graph((torch.cat([u, v]), torch.cat([v, u])), num_nodes=g.num_nodes())
 
 
 def edge_weights(g, feat, c, fan_out=25):
@@ -82,7 +82,7 @@ def edge_weights(g, feat, c, fan_out=25):
     x, degree = feat.float(), torch.bincount(g.edges()[0], minlength=len(feat))
     row = F.pad(torch.bincount(u, minlength=len(x)).cumsum(0), (1, 0))
     upper = torch.sparse_csr_tensor(row, v, torch.zeros(len(v)), (len(x), len(x)))
-    cos = torch.sparse.sampled_addmm(upper, x, x.T, beta=0).values()                       # (E/2,); faster than dgl.ops.u_dot_v
+    cos = torch.sparse.sampled_addmm(upper, x, x.T, beta=0).values()                       # (E/2,); u_dot_v is slower
     norm = torch.linalg.vector_norm(x, dim=1).clamp(min=1e-12)
     cos = cos / norm[u] / norm[v]
     # ASSUMED: the degree term is the mean over the two ends. 1 - exp(-fan_out / d) grows with the chance that the end
@@ -100,17 +100,18 @@ def same_class_edges(g, label, train):
     return dgl.ops.u_dot_v(g, y, y).flatten() > 0
 
 
-def metis(g, num_parts, weight=None, load=None, seed=0, cuts=1):
+def metis(g, num_parts, weight=None, load=None, seed=0):
     """Parts of about equal load and little total weight of cut edges, by METIS, k-way as in DGL.
-    g the simple view, weight (E,) int64 positive and symmetric, or None for all 1; load (N,), None: nodes count alike;
-    cuts: so many tries inside METIS -> (N,) part of each node."""
-    start, end, edge = (t.numpy() for t in g.adj_tensors("csr"))
+    g the simple view, weight (E,) int64 positive and symmetric, None: all 1; load (N,), None: nodes count alike -> (N,)"""
+    start, end, edge = (t.numpy() for t in dgl.graph(g.edges(), num_nodes=g.num_nodes()).adj_tensors("csr"))
+    weight = None if weight is None else weight.numpy()[edge]
+    del edge                                                        # METIS is the peak of memory
     isolated = g.in_degrees() == 0
     load = (torch.ones(g.num_nodes()) if load is None else 20 * load).round().long().masked_fill(isolated, 0)
     for recursive in (False, True):         # k-way leaves parts of a tiny graph empty, recursive bisection does not
         _, part = pymetis.part_graph(num_parts, pymetis.CSRAdjacency(adj_starts=start, adjacent=end), recursive=recursive,
-                                     vweights=load.numpy(), eweights=None if weight is None else weight.numpy()[edge],
-                                     options=pymetis.Options(seed=seed + 1, ncuts=cuts))   # to METIS 0 and 1 are one seed
+                                     vweights=load.numpy(), eweights=weight,
+                                     options=pymetis.Options(seed=seed + 1))               # to METIS 0 and 1 are one seed
         part = torch.tensor(part, dtype=torch.int64)
         size = torch.bincount(part[~isolated], minlength=num_parts)
         if (size > 0).all():
@@ -156,8 +157,7 @@ def refine(g, part, load, limit, weight=None, classes=None, max_cut=1.0, seed=0,
     by a softmax at a temperature that falls too. The prices solve the dual of the balance constraint over these choices.
 
     g the simple view, part (N,), load (N, Q) with a mean of 1 per part, the last one of edges, which no part may be without,
-    limit (Q,) inf for "no limit", weight (E,),
-    classes (N, C) from expected_classes -> (N,): the best of all rounds, the start included"""
+    limit (Q,) inf for "no limit", weight (E,), classes (N, C) -> (N,): the best of all rounds, the start included"""
     random = torch.Generator().manual_seed(seed)
     n, num_parts = len(part), int(part.max()) + 1
     weight = torch.ones(g.num_edges()) if weight is None else weight / weight.float().mean()
@@ -191,26 +191,16 @@ def refine(g, part, load, limit, weight=None, classes=None, max_cut=1.0, seed=0,
     return found
 
 
-@contextlib.contextmanager
-def use_assignment(part):
-    """DGL's partition_graph has no argument for a ready assignment, so METIS's answer is replaced for this one call."""
-    module = dgl.distributed.partition
-    original, module.metis_partition_assignment = module.metis_partition_assignment, lambda *_, **__: part
-    try:
-        yield
-    finally:
-        module.metis_partition_assignment = original
-
-
-def assign(g, args, lap):
-    """The whole of --part_method but dgl -> (N,): the part of each node, or with several trainers its trainer"""
+def assign(g, view, args, lap):
+    """Every --part_method but dgl. view from load -> (N,): the part of each node, or with several trainers its trainer"""
     n, parts = g.num_nodes(), args.num_parts * args.num_trainers_per_machine
     if args.part_method == "random":                                                       # equal sizes, no part empty
         return torch.argsort(torch.randperm(n, generator=torch.Generator().manual_seed(args.seed))) % parts
     if parts == 1:
         return torch.zeros(n, dtype=torch.int64)
     feat, label, train = (g.ndata[k] for k in ("feat", "label", "train_mask"))
-    view, weight, classes, best, found = simple_view(g), None, None, None, None
+    weight = classes = best = found = None
+    view = simple_view(g) if view is None else view
     if args.part_method == "ew":
         weight = edge_weights(view, feat, args.c)
     if args.label_weight:
@@ -221,18 +211,21 @@ def assign(g, args, lap):
     load = torch.stack([torch.ones(n), train, torch.bincount(g.edges()[1], minlength=n)], 1)
     load = load * parts / load.sum(0)                                                      # (N, 3), 1 in a part on average
     limit = torch.where(balanced, args.imbalance, math.inf)
+
+    def excess(part):
+        return float((torch.zeros(parts, 3).index_add_(0, part, load) - limit).clamp(min=0).max())
+
     lap("weights")
     if args.refine:
-        max_cut = args.refine * cut_share(view, metis(view, parts, None, None, args.seed), weight)
-    for seed in tqdm(range(args.seed, args.seed + args.tries), "tries", leave=False, disable=None if args.tries > 1 else True):
+        max_cut = args.refine * cut_share(view, metis(view, parts, seed=args.seed), weight)
+    for seed in range(args.seed, args.seed + args.tries):
         part = metis(view, parts, weight, n / parts * load[:, balanced].sum(1) if balanced[1:].any() else None, seed)
-        if balanced[1:].any() and (torch.zeros(parts, 3).index_add_(0, part, load) > limit).any():
+        if balanced[1:].any() and excess(part):
             part = refine(view, part, load, limit, weight, seed=seed)
         if args.refine:
             most = max(max_cut, 1.07 * cut_share(view, part, weight))         # balance alone may need more than max_cut
             part = refine(view, part, load, limit, weight, classes, most, seed)
-        excess = (torch.zeros(parts, 3).index_add_(0, part, load) - limit).clamp(min=0).max()
-        value = float(excess), total_entropy(label[train], part[train], parts)
+        value = excess(part), total_entropy(label[train], part[train], parts)
         if best is None or value < best:
             best, found = value, part
     lap("metis")
@@ -242,12 +235,14 @@ def assign(g, args, lap):
 def write(g, name, args, part, output):
     """DistDGL's directory, written by DGL; with part None DGL's own METIS assigns the nodes, training nodes and edges
     balanced. -> node_map (N,): the original id of each node in DistDGL's numbering, also in node_map.pt"""
-    plain = dict(balance_ntypes=g.ndata["train_mask"], balance_edges=True)
+    balance, assigned = dict(balance_ntypes=g.ndata["train_mask"], balance_edges=True), contextlib.nullcontext()
+    if part is not None:                                    # partition_graph has no argument for a ready assignment
+        balance, assigned = {}, mock.patch("dgl.distributed.partition.metis_partition_assignment", lambda *_, **__: part)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.nullcontext() if part is None else use_assignment(part):
+        with contextlib.redirect_stdout(io.StringIO()), assigned:
             node_map, _ = dgl.distributed.partition_graph(
                 g, name, args.num_parts, str(output), num_trainers_per_machine=args.num_trainers_per_machine,
-                return_mapping=True, **(plain if part is None else {}))
+                return_mapping=True, **balance)
         for path in output.glob("part*/graph.dgl"):     # DGL leaves its 4096 bytes of header unset past the 32 it uses
             with open(path, "r+b") as f:
                 f.seek(32)
@@ -302,25 +297,24 @@ def warn(message):
     print(f"partition.py: warning: {message}", file=sys.stderr)
 
 
-def synthetic(num_nodes, degree, num_classes, seed=0, num_features=100):
+def synthetic(num_nodes, degree, num_classes, seed, num_features=100):
     """The arrays of a degree-corrected stochastic block model: Zipf class sizes, Pareto degrees, 7 of 10 edges inside a class,
     features normal around a mean per class."""
-    rng = np.random.default_rng(seed)
-    share = 1 / np.arange(1, num_classes + 1)
-    label = np.sort(rng.choice(num_classes, num_nodes, p=share / share.sum()))             # in class order, shuffled below
-    end = np.concatenate([[0], np.cumsum(rng.pareto(2.5, num_nodes) + 1)])                 # where each node's degree ends
-    num_edges = num_nodes * degree // 2
-    src = np.searchsorted(end, rng.random(num_edges) * end[-1], side="right") - 1
-    low, high = (end[np.searchsorted(label, np.arange(num_classes), side=side)] for side in ("left", "right"))
-    low, high = low[label[src]], high[label[src]]
-    anywhere = rng.random(num_edges) > 0.7
-    low[anywhere], high[anywhere] = 0, end[-1]
-    dst = np.searchsorted(end, low + rng.random(num_edges) * (high - low), side="right") - 1
-    order = rng.permutation(num_nodes)
-    label, mean = label[np.argsort(order)], rng.standard_normal((num_classes, num_features), dtype=np.float32)
+    rng, share, num_edges = np.random.default_rng(seed), 1 / np.arange(1, num_classes + 1), num_nodes * degree // 2
+    label = rng.choice(num_classes, num_nodes, p=share / share.sum())
+    order = np.argsort(label)                               # the nodes by class, each with a stretch of a line
+    end = np.concatenate([[0], np.cumsum(rng.pareto(2.5, num_nodes) + 1)])
+    start = end[np.searchsorted(label[order], np.arange(num_classes + 1))]                 # of each class
+
+    def pick(low, high):
+        point = low + rng.random(num_edges) * (high - low)
+        return order[np.searchsorted(end, point, side="right").clip(1, num_nodes) - 1]
+
+    src, inside = pick(0, end[-1]), rng.random(num_edges) < 0.7
+    dst = pick(np.where(inside, start[label[src]], 0), np.where(inside, start[label[src] + 1], end[-1]))
     feat = rng.standard_normal((num_nodes, num_features), dtype=np.float32)
-    feat += 0.5 * mean[label]
-    return dict(src=order[src.clip(max=num_nodes - 1)], dst=order[dst.clip(max=num_nodes - 1)], feat=feat, label=label)
+    feat += 0.5 * rng.standard_normal((num_classes, num_features), dtype=np.float32)[label]
+    return dict(src=src[src != dst], dst=dst[src != dst], feat=feat, label=label)
 
 
 def read(name, seed=0):
@@ -351,42 +345,44 @@ def read(name, seed=0):
     except ModuleNotFoundError as e:
         fail(f"--dataset {name} needs {e.name}, which is not installed: .venv/bin/pip install {e.name}")
     except Exception as e:                  # a dozen kinds: no such file, no zip, truncated, pickled, no network
-        way_out = "check or replace the file" if name.endswith((".npz", ".bin")) else "it is downloaded on first use"
+        way_out = "check or replace the file" if name.endswith((".npz", ".bin")) else \
+            "it is downloaded on first use" + (", which ogb asks about: run partition.py in a terminal" if "-" in name else "")
         fail(f"--dataset {name} can't be read ({type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}); {way_out}")
 
 
 def load(args):
-    """--dataset -> DGLGraph with feat (N, F) float32, label (N,) int64, -1 for none, or (N, C) 0/1 and the masks (N,) bool"""
+    """--dataset -> DGLGraph with feat (N, F) float32, label (N,) int64, -1 for none, or (N, C) 0/1 and the masks (N,) bool;
+    and where every edge has its reverse, the graph's simple view, otherwise None"""
     name = str(args.dataset)
     data = read(name, args.seed)
     split = args.split or ([50, 25, 25] if name.startswith("synthetic:") else None)
 
-    def check(ok, array, problem):
+    def need(ok, array, problem):
         if not ok:
             fail(f"--dataset {name}: {array} {problem}")
 
     for k in ARRAYS:
-        check(k in data or split and k in MASKS, k, "is missing; the README lists what a graph must hold"
+        need(k in data or split and k in MASKS, k, "is missing; the README lists what a graph must hold"
               + (", --split 50/25/25 stands in for the masks" if k in MASKS else ""))
         if k in data and data[k].ndim == 2 and data[k].shape[1] == 1 and k != "feat":
             data[k] = data[k][:, 0]
     src, dst, feat, label = (data[k] for k in ARRAYS[:4])
     n = len(label) if label.ndim else 0
-    check(label.ndim in (1, 2) and label.dtype.kind in "iubf" and label.size > 0, "label", "must be (N,) classes or (N, C) 0/1")
+    need(label.ndim in (1, 2) and label.dtype.kind in "iubf" and label.size > 0, "label", "must be (N,) classes or (N, C) 0/1")
     for k, end in (("src", src), ("dst", dst)):
-        check(end.ndim == 1 and end.dtype.kind in "iu", k, "must be a one-dimensional array of integers")
-        check(len(end) == len(src), k, f"has {len(end)} ends, but src has {len(src)}")
-        check(len(end) > 0, k, "holds no edge")
-        check(end.min() >= 0 and end.max() < n, k, f"names a node outside 0..{n - 1} (label has {n} rows)")
-    check(feat.ndim == 2 and feat.dtype.kind in "fiub" and feat.size > 0, "feat", "must be a numeric (N, F) array with F > 0")
-    check(len(feat) == n, "feat", f"has {len(feat)} rows, but label has {n}")
-    check(feat.min() > -1e15 and feat.max() < 1e15, "feat", "holds NaN, infinite or huge values (1e15); replace them")
+        need(end.ndim == 1 and end.dtype.kind in "iu", k, "must be a one-dimensional array of integers")
+        need(len(end) == len(src), k, f"has {len(end)} ends, but src has {len(src)}")
+        need(len(end) > 0, k, "holds no edge")
+        need(end.min() >= 0 and end.max() < n, k, f"names a node outside 0..{n - 1} (label has {n} rows)")
+    need(feat.ndim == 2 and feat.dtype.kind in "fiub" and feat.size > 0, "feat", "must be a numeric (N, F) array with F > 0")
+    need(len(feat) == n, "feat", f"has {len(feat)} rows, but label has {n}")
+    need(feat.min() > -1e15 and feat.max() < 1e15, "feat", "holds NaN, infinite or huge values (1e15); replace them")
     if label.ndim == 2:
-        check(((label == 0) | (label == 1)).all(), "label", "is (N, C), multi-label, so it must hold 0 and 1 only")
+        need(((label == 0) | (label == 1)).all(), "label", "is (N, C), multi-label, so it must hold 0 and 1 only")
     else:
         if label.dtype.kind == "f":
             label = np.where(np.isnan(label), -1, label)
-        check(label.min() >= -1 and label.max() < n and (label == np.floor(label)).all(), "label",
+        need(label.min() >= -1 and label.max() < n and (label == np.floor(label)).all(), "label",
               f"must hold classes from 0 to at most {n - 1}, or -1 or NaN for none")
     label = torch.from_numpy(label.astype(np.int64))
     known = label >= 0 if label.dim() == 1 else torch.ones(n, dtype=torch.bool)
@@ -397,21 +393,23 @@ def load(args):
         ends = [round(sum(split[:i]) * len(order) / 100) for i in range(4)]
         data.update({k: torch.zeros(n).index_fill_(0, order[a:b], 1).numpy() for k, a, b in zip(MASKS, ends, ends[1:])})
     for k in MASKS:
-        check(data[k].shape == (n,), k, f"has shape {data[k].shape}, but label has {n} rows")
-        check(((data[k] == 0) | (data[k] == 1)).all(), k, "must hold true and false (or 0 and 1) only")
+        need(data[k].shape == (n,), k, f"has shape {data[k].shape}, but label has {n} rows")
+        need(((data[k] == 0) | (data[k] == 1)).all(), k, "must hold true and false (or 0 and 1) only")
     masks = torch.stack([torch.from_numpy(data[k].astype(bool)) for k in MASKS])
-    check((masks[0] & known).any(), "train_mask", "selects no node with a label")
+    need((masks[0] & known).any(), "train_mask", "selects no node with a label")
     if lost := int((masks.any(0) & ~known).sum()):
         warn(f"{lost} nodes of the masks have no label; they are left out of the masks")
     masks &= known
     if twice := int((masks.sum(0) > 1).sum()):
         warn(f"{twice} nodes are in more than one of {', '.join(MASKS)}; their scores mean little")
 
-    g = dgl.graph((torch.from_numpy(src.astype(np.int64)), torch.from_numpy(dst.astype(np.int64))), num_nodes=n)
+    src, dst, view = torch.from_numpy(src.astype(np.int64)), torch.from_numpy(dst.astype(np.int64)), None
+    g = dgl.graph((src, dst), num_nodes=n)
     if args.undirected or name.endswith(".npz") or name.startswith("synthetic:"):
-        g = simple_view(g, self_loops=True)
+        loop, view = torch.unique(src[src == dst]), simple_view(g)
+        g = dgl.add_edges(view, loop, loop) if len(loop) else view
     g.ndata.update(feat=torch.from_numpy(feat.astype(np.float32, copy=False)), label=label, **dict(zip(MASKS, masks)))
-    return g
+    return g, view
 
 
 def percentages(text):
@@ -453,8 +451,8 @@ def check(args):
     args.part_method = args.part_method or ("ew" if paper else "metis")
     args.c = (paper or 0.5) if args.c is None else args.c
     for k, low, high in (("num_parts", 1, 10_000), ("num_trainers_per_machine", 1, 1000), ("c", 0, 1e6), ("seed", 0, 200_000),
-                         ("imbalance", 1.01, math.inf), ("label_weight", 0, 1e6), ("tries", 1, 10_000)):
-        if not low <= getattr(args, k) <= high:
+                         ("imbalance", 1.01, 1e6), ("label_weight", 0, 1e6), ("refine", 1, 1e6), ("tries", 1, 10_000)):
+        if getattr(args, k) is not None and not low <= getattr(args, k) <= high:
             fail(f"--{k} {getattr(args, k)} must be a number from {low} to {high}")
     if args.part_method in ("random", "dgl"):
         for k in ("balance_train", "balance_edges", "label_weight", "refine"):
@@ -473,21 +471,20 @@ def check(args):
 
 def main(args):
     seconds, tic = {}, time.time()
-    bar = tqdm(total=4, disable=None, leave=False, desc="load")
+    bar = tqdm(["load", "weights", "metis", "write"], disable=None, leave=False)
 
-    def lap(step, following=None):
+    def lap(step):
         nonlocal tic
         seconds[step], tic = time.time() - tic, time.time()
         bar.update()
-        bar.set_description(following)
 
     new = args.output.with_name(f"{args.output.name}.{os.getpid()}")                       # renamed when it is complete
-    g = load(args)
+    g, view = load(args)
     if args.num_parts * args.num_trainers_per_machine > g.num_nodes():
         fail(f"--num_parts {args.num_parts} is more than the graph's {g.num_nodes()} nodes; ask for fewer parts")
     if args.part_method == "ew" and not g.ndata["feat"].any():
         warn("feat is zero everywhere, so EW sees only the degrees")
-    lap("load", "weights")
+    lap("load")
     try:
         new.mkdir(parents=True)
     except OSError as e:
@@ -495,7 +492,8 @@ def main(args):
     try:
         part = None                                                                        # dgl: assigned while writing
         if args.part_method != "dgl":
-            part = assign(g, args, lap)
+            part = assign(g, view, args, lap)
+            del view
             if len(torch.unique(part[g.edges()[1]] // args.num_trainers_per_machine)) < args.num_parts:
                 fail(f"--num_parts {args.num_parts} gives a part without an edge; ask for fewer parts")
         name = re.sub(r"[^\w.-]", "_", Path(args.dataset).stem[:60]).replace("stats", "graph")  # NAME.json and in /dev/shm

@@ -58,7 +58,7 @@ def write_bin(path, src, dst, **data):
 
 def read_graph(dataset, *flags):
     """The graph as partition.py sees it"""
-    return partition.load(partition.check(partition.arguments().parse_args(["--dataset", str(dataset), *flags])))
+    return partition.load(partition.check(partition.arguments().parse_args(["--dataset", str(dataset), *flags])))[0]
 
 
 def make_parts(dataset, output, *flags):

@@ -70,8 +70,8 @@ def test_simple_view_is_the_same_for_every_way_to_write_a_graph():
 def test_directory_read_back_through_dgl(tmp_path, method, multilabel, monkeypatch):
     arrays = random_graph(multilabel=multilabel)
     assigned = {}
-    use = partition.use_assignment
-    monkeypatch.setattr(partition, "use_assignment", lambda part: use(assigned.setdefault("part", part)))
+    assign = partition.assign
+    monkeypatch.setattr(partition, "assign", lambda *args: assigned.setdefault("part", assign(*args)))
     data = write_npz(tmp_path / "g.npz", **arrays)
     config = make_parts(data, tmp_path / "parts", "--num_parts", 3, "--part_method", method)
     node_map = torch.load(config.parent / "node_map.pt")
@@ -166,6 +166,7 @@ BAD = {
     "split over 100": (lambda a: None, ["--split", "50/50/50"], "--split"),
     "output under a file": (lambda a: None, ["--output", __file__ + "/parts"], "--output"),
     "output not writable": (lambda a: None, ["--output", "/proc/parts"], "--output"),
+    "refine below METIS": (lambda a: None, ["--refine", "0.9"], "--refine 0.9"),
     "refine random": (lambda a: None, ["--part_method", "random", "--refine", "1.2"], "--refine"),
     "array missing": (lambda a: a.pop("feat"), [], "feat"),
     "lengths differ": (lambda a: a.update(dst=a["dst"][:-1]), [], "dst"),
