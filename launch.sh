@@ -63,7 +63,7 @@ running, ports = {}, []                                     # pid -> name; a por
 
 
 def fork(name, env, main, *arguments):
-    """Runs main in a child that dies with this process. stdout stays the screen, stderr is the log, of DGL's messages too."""
+    """Runs main in a child that dies with this process. stdout stays the screen, stderr, of DGL too, is the log."""
     if pid := os.fork():
         running[pid] = name
         return

@@ -282,7 +282,7 @@ def table(stats):
     return "\n".join(lines + [
         f"total entropy {stats['total_entropy']:.3f} bits (validation nodes {stats['val_entropy']:.3f}), "
         f"std over parts {stats['entropy_std']:.3f}, edge cut {100 * stats['edge_cut']:.1f} %",
-        "largest part over the mean: " + ", ".join(f"{k.replace('_', ' ')} {x:.2f}" for k, x in stats["imbalance"].items()),
+        "largest part over the mean: " + ", ".join(f"{k} {x:.2f}" for k, x in stats["imbalance"].items()).replace("_", " "),
         f"seconds: {seconds}; peak memory {stats['peak_memory_gb']:.2f} GB"])
 
 
@@ -298,8 +298,8 @@ def warn(message):
 
 
 def synthetic(num_nodes, degree, num_classes, seed, num_features=100):
-    """The arrays of a degree-corrected stochastic block model: Zipf class sizes, Pareto degrees, 7 of 10 edges inside a class,
-    features normal around a mean per class."""
+    """The arrays of a degree-corrected stochastic block model: Zipf class sizes, Pareto degrees, 7 of 10 edges inside a
+    class, features normal around a mean per class."""
     rng, share, num_edges = np.random.default_rng(seed), 1 / np.arange(1, num_classes + 1), num_nodes * degree // 2
     label = rng.choice(num_classes, num_nodes, p=share / share.sum())
     order = np.argsort(label)                               # the nodes by class, each with a stretch of a line
@@ -345,14 +345,14 @@ def read(name, seed=0):
     except ModuleNotFoundError as e:
         fail(f"--dataset {name} needs {e.name}, which is not installed: .venv/bin/pip install {e.name}")
     except Exception as e:                  # a dozen kinds: no such file, no zip, truncated, pickled, no network
-        way_out = "check or replace the file" if name.endswith((".npz", ".bin")) else \
-            "it is downloaded on first use" + (", which ogb asks about: run partition.py in a terminal" if "-" in name else "")
+        way_out = "check or replace the file" if name.endswith((".npz", ".bin")) else "it is downloaded on first use" + (
+            "; ogb asks before it downloads, so run partition.py in a terminal" if name.startswith("ogbn-") else "")
         fail(f"--dataset {name} can't be read ({type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}); {way_out}")
 
 
 def load(args):
-    """--dataset -> DGLGraph with feat (N, F) float32, label (N,) int64, -1 for none, or (N, C) 0/1 and the masks (N,) bool;
-    and where every edge has its reverse, the graph's simple view, otherwise None"""
+    """--dataset -> DGLGraph with feat (N, F) float32, label (N,) int64, -1 for none, or (N, C) 0/1, the masks (N,) bool;
+    and its simple view, where the edges were made undirected, otherwise None"""
     name = str(args.dataset)
     data = read(name, args.seed)
     split = args.split or ([50, 25, 25] if name.startswith("synthetic:") else None)
@@ -368,7 +368,7 @@ def load(args):
             data[k] = data[k][:, 0]
     src, dst, feat, label = (data[k] for k in ARRAYS[:4])
     n = len(label) if label.ndim else 0
-    need(label.ndim in (1, 2) and label.dtype.kind in "iubf" and label.size > 0, "label", "must be (N,) classes or (N, C) 0/1")
+    need(label.ndim in (1, 2) and label.dtype.kind in "iubf" and label.size, "label", "must be (N,) classes or (N, C) 0/1")
     for k, end in (("src", src), ("dst", dst)):
         need(end.ndim == 1 and end.dtype.kind in "iu", k, "must be a one-dimensional array of integers")
         need(len(end) == len(src), k, f"has {len(end)} ends, but src has {len(src)}")
@@ -431,13 +431,13 @@ def arguments():
     p.add_argument("--part_method", choices=("ew", "metis", "random", "dgl"),
                    help="ew: the paper's; metis: the same with unit weights; dgl: DGL's METIS with its balance flags on; "
                         "None: the paper's for its graph, otherwise ew")
-    p.add_argument("--c", type=float, help="weight of the feature similarity in EW; None: the paper's for its graph, otherwise .5")
+    p.add_argument("--c", type=float, help="weight of the similarity in EW; None: the paper's for its graph, otherwise .5")
     p.add_argument("--balance_train", action="store_true", help="balance the training nodes too (dgl always does)")
     p.add_argument("--balance_edges", action="store_true", help="balance the edges too (dgl always does)")
     p.add_argument("--imbalance", type=float, default=1.1, help="most of a balanced quantity in a part, over the mean")
     p.add_argument("--label_weight", type=int, default=0, help="weight to add between training nodes of one class")
-    p.add_argument("--refine", type=float, metavar="CUT", help="then move nodes to lower the entropy (beyond the paper), with "
-                   "at most CUT times the edges that METIS cuts, or 1.07 times those that balance needs (1.28 is good)")
+    p.add_argument("--refine", type=float, metavar="CUT", help="then move nodes to lower the entropy (beyond the paper), "
+                   "cutting at most CUT times what METIS cuts, or 1.07 times what balance needs (1.25 is good)")
     p.add_argument("--tries", type=int, default=1, help="seeds to try, from --seed on; the lowest total entropy wins")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--output", type=Path, default="out/parts", help="the directory to write")
@@ -450,8 +450,8 @@ def check(args):
     paper = PAPER_C.get(str(args.dataset), 0.5)
     args.part_method = args.part_method or ("ew" if paper else "metis")
     args.c = (paper or 0.5) if args.c is None else args.c
-    for k, low, high in (("num_parts", 1, 10_000), ("num_trainers_per_machine", 1, 1000), ("c", 0, 1e6), ("seed", 0, 200_000),
-                         ("imbalance", 1.01, 1e6), ("label_weight", 0, 1e6), ("refine", 1, 1e6), ("tries", 1, 10_000)):
+    for k, low, high in (("num_parts", 1, 10_000), ("num_trainers_per_machine", 1, 1000), ("c", 0, 1e6), ("tries", 1, 10_000),
+                         ("imbalance", 1.01, 1e6), ("label_weight", 0, 1e6), ("refine", 1, 1e6), ("seed", 0, 200_000)):
         if getattr(args, k) is not None and not low <= getattr(args, k) <= high:
             fail(f"--{k} {getattr(args, k)} must be a number from {low} to {high}")
     if args.part_method in ("random", "dgl"):

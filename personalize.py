@@ -126,7 +126,8 @@ def report(out):
         paths = {i: out / f"host{i}.pt" for i in range(config["world_size"])}
         hosts = [torch.load(path) for path in paths.values() if path.exists()]
     except Exception as e:                                          # a file missing, truncated or of something else
-        fail(f"--out {out} is not of a finished run ({str(e).splitlines()[0] if str(e) else type(e).__name__}); run ./launch.sh")
+        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
+        fail(f"--out {out} is not of a finished run ({reason}); run ./launch.sh")
     if "test" not in state:
         fail(f"--out {out}/global.pt is of an unfinished generalisation phase; run ./launch.sh")
     missing = [i for i, path in paths.items() if not path.exists()]

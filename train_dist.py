@@ -316,7 +316,7 @@ def check(args):
     except ValueError:
         fan_out = [0]
     if len(fan_out) != args.num_layers or not all(0 < f < 1e6 or f == -1 for f in fan_out):
-        fail(f"argument --fan_out: {args.fan_out} must be as many numbers as --num_layers {args.num_layers}, such as 25,25 for 2")
+        fail(f"argument --fan_out: {args.fan_out} must be --num_layers {args.num_layers} numbers, such as 25,25 for 2")
     args.fan_out = fan_out
     if args.epoch_fraction is None:
         args.epoch_fraction = 1 / 3 if args.sampler == "cbs" else 1.0

@@ -35,6 +35,10 @@ METHODS = {"random": ["--part_method", "random"], "dgl": ["--part_method", "dgl"
            "refined": ["--part_method", "metis", *BALANCE, "--refine", "1.25", "--tries", "3"]}
 
 
+def load(dataset):
+    return partition.load(partition.check(partition.arguments().parse_args(["--dataset", str(dataset)])))
+
+
 def stats_of(*flags):
     """partition.py with these flags in this process -> its stats.json"""
     with tempfile.TemporaryDirectory() as tmp, contextlib.redirect_stdout(io.StringIO()):
@@ -62,10 +66,10 @@ def partitions(args, measured):
                 value = [mean(r[k] for r in runs) for k in keys]
                 ratio = [100 * (v / b - 1) for v, b in zip(value, base)]
                 over.setdefault(method, []).append(ratio)
-                print(f"| {graph.stem} | {num_parts} | {method} | {value[0]:.3f} ({ratio[0]:+.0f} %) | {value[1]:.3f} ({ratio[1]:+.0f} %) "
-                      f"| {100 * value[2]:.1f} (x{1 + ratio[2] / 100:.2f}) | "
-                      + " | ".join(f"{max(r['imbalance'][k] for r in runs):.2f}" for k in ("nodes", "train_nodes", "edges"))
-                      + f" | {mean(sum(r['seconds'].values()) for r in runs):.1f} |")
+                largest = (max(r["imbalance"][k] for r in runs) for k in ("nodes", "train_nodes", "edges"))
+                print(f"| {graph.stem} | {num_parts} | {method} | {value[0]:.3f} ({ratio[0]:+.0f} %) "
+                      f"| {value[1]:.3f} ({ratio[1]:+.0f} %) | {100 * value[2]:.1f} (x{1 + ratio[2] / 100:.2f}) | "
+                      + " | ".join(f"{x:.2f}" for x in largest) + f" | {mean(sum(r['seconds'].values()) for r in runs):.1f} |")
     for method, ratios in over.items():
         print(f"{method}: on average over METIS: train {mean(r[0] for r in ratios):+.1f} %, "
               f"val {mean(r[1] for r in ratios):+.1f} %, cut x{1 + mean(r[2] for r in ratios) / 100:.2f}")
@@ -83,7 +87,7 @@ def loop_over_nodes(g, feat, c, fan_out=25):
 
 def weights(args, measured):
     for name in ("amazon_computers", "pubmed"):
-        g, view = partition.load(partition.check(partition.arguments().parse_args(["--dataset", str(args.data / f"{name}.npz")])))
+        g, view = load(args.data / f"{name}.npz")
         feat = g.ndata["feat"]
         partition.edge_weights(view, feat, 0.5)                                            # warm
         seconds = []
@@ -93,13 +97,14 @@ def weights(args, measured):
             seconds.append(time.perf_counter() - tic)
             if f is loop_over_nodes:
                 slow = weight
-        print(f"{name}: loop {seconds[0]:.3f} s, edge_weights {min(seconds[1:]):.4f} s, {seconds[0] / min(seconds[1:]):.0f} times as "
-              f"fast; {int((weight != slow).sum())} of {len(weight)} weights differ (by at most {int((weight - slow).abs().max())})")
+        fast, difference = min(seconds[1:]), (weight - slow).abs()
+        print(f"{name}: loop {seconds[0]:.3f} s, edge_weights {fast:.4f} s, {seconds[0] / fast:.0f} times as fast; "
+              f"{int((difference > 0).sum())} of {len(weight)} weights differ (by at most {int(difference.max())})")
 
 
 def plain_dgl(args, measured):
     """One process of scale: DGL's own partition_graph, with DGL's METIS, on the graph that partition.py reads"""
-    g, _ = partition.load(partition.check(partition.arguments().parse_args(["--dataset", args.dataset])))
+    g, _ = load(args.dataset)
     with tempfile.TemporaryDirectory() as tmp, contextlib.redirect_stdout(io.StringIO()):
         tic = time.perf_counter()
         dgl.distributed.partition_graph(g, "g", 4, tmp)
@@ -109,7 +114,8 @@ def plain_dgl(args, measured):
 
 def scale(args, measured):
     with tempfile.TemporaryDirectory() as tmp:
-        subprocess.run([sys.executable, ROOT / "partition.py", "--dataset", args.dataset, "--output", f"{tmp}/parts"], check=True)
+        subprocess.run([sys.executable, ROOT / "partition.py", "--dataset", args.dataset, "--output", f"{tmp}/parts"],
+                       check=True)
         stats = json.loads(Path(tmp, "parts/stats.json").read_text())
     seconds, edges = stats["seconds"], sum(p["edges"] for p in stats["parts"]) / 2e6
     print(f"edge weights (and the simple graph): {seconds['weights'] / seconds['metis']:.2f} of METIS's time; per million "
