@@ -66,10 +66,10 @@ def partitions(args, measured):
                 value = [mean(r[k] for r in runs) for k in keys]
                 ratio = [100 * (v / b - 1) for v, b in zip(value, base)]
                 over.setdefault(method, []).append(ratio)
-                largest = (max(r["imbalance"][k] for r in runs) for k in ("nodes", "train_nodes", "edges"))
+                largest = [f"{max(r['imbalance'][k] for r in runs):.2f}" for k in ("nodes", "train_nodes", "edges")]
                 print(f"| {graph.stem} | {num_parts} | {method} | {value[0]:.3f} ({ratio[0]:+.0f} %) "
                       f"| {value[1]:.3f} ({ratio[1]:+.0f} %) | {100 * value[2]:.1f} (x{1 + ratio[2] / 100:.2f}) | "
-                      + " | ".join(f"{x:.2f}" for x in largest) + f" | {mean(sum(r['seconds'].values()) for r in runs):.1f} |")
+                      + " | ".join(largest) + f" | {mean(sum(r['seconds'].values()) for r in runs):.1f} |")
     for method, ratios in over.items():
         print(f"{method}: on average over METIS: train {mean(r[0] for r in ratios):+.1f} %, "
               f"val {mean(r[1] for r in ratios):+.1f} %, cut x{1 + mean(r[2] for r in ratios) / 100:.2f}")
