@@ -93,24 +93,16 @@ def edge_weights(g, feat, c, fan_out=25):
     return weight.round().long().clamp(min=1).repeat(2)
 
 
-def same_class_edges(g, label, train):
-    """Beyond the paper: the edges between two training nodes of one class (multi-label: with a label in common).
-    g a graph, label (N,) or (N, C), train (N,) bool -> (E,) bool"""
-    y = (F.one_hot(label.clamp(min=0)) if label.dim() == 1 else label).float() * train[:, None]
-    return dgl.ops.u_dot_v(g, y, y).flatten() > 0
-
-
 def metis(g, num_parts, weight=None, load=None, seed=0):
     """Parts of about equal load and little total weight of cut edges, by METIS, k-way as in DGL.
     g the simple view, weight (E,) int64 positive and symmetric, None: all 1; load (N,), None: nodes count alike -> (N,)"""
-    start, end, edge = (t.numpy() for t in dgl.graph(g.edges(), num_nodes=g.num_nodes()).adj_tensors("csr"))
-    weight = None if weight is None else weight.numpy()[edge]
+    start, end, edge = dgl.graph(g.edges(), num_nodes=g.num_nodes()).adj_tensors("csr")    # a copy, so that g keeps no CSR
+    isolated, weight = start.diff() == 0, None if weight is None else weight[edge].numpy()
     del edge                                                        # METIS is the peak of memory
-    isolated = g.in_degrees() == 0
     load = (torch.ones(g.num_nodes()) if load is None else 20 * load).round().long().masked_fill(isolated, 0)
     for recursive in (False, True):         # k-way leaves parts of a tiny graph empty, recursive bisection does not
-        _, part = pymetis.part_graph(num_parts, pymetis.CSRAdjacency(adj_starts=start, adjacent=end), recursive=recursive,
-                                     vweights=load.numpy(), eweights=weight,
+        _, part = pymetis.part_graph(num_parts, pymetis.CSRAdjacency(adj_starts=start.numpy(), adjacent=end.numpy()),
+                                     recursive=recursive, vweights=load.numpy(), eweights=weight,
                                      options=pymetis.Options(seed=seed + 1))               # to METIS 0 and 1 are one seed
         part = torch.tensor(part, dtype=torch.int64)
         size = torch.bincount(part[~isolated], minlength=num_parts)
@@ -195,7 +187,7 @@ def assign(g, view, args, lap):
     """Every --part_method but dgl. view from load -> (N,): the part of each node, or with several trainers its trainer"""
     n, parts = g.num_nodes(), args.num_parts * args.num_trainers_per_machine
     if args.part_method == "random":                                                       # equal sizes, no part empty
-        return torch.argsort(torch.randperm(n, generator=torch.Generator().manual_seed(args.seed))) % parts
+        return torch.randperm(n, generator=torch.Generator().manual_seed(args.seed)) % parts
     if parts == 1:
         return torch.zeros(n, dtype=torch.int64)
     feat, label, train = (g.ndata[k] for k in ("feat", "label", "train_mask"))
@@ -203,10 +195,6 @@ def assign(g, view, args, lap):
     view = simple_view(g) if view is None else view
     if args.part_method == "ew":
         weight = edge_weights(view, feat, args.c)
-    if args.label_weight:
-        weight = (1 if weight is None else weight) + args.label_weight * same_class_edges(view, label, train)
-    if args.refine:
-        classes = expected_classes(view, feat, label, train)
     balanced = torch.tensor([True, args.balance_train, args.balance_edges])
     load = torch.stack([torch.ones(n), train, torch.bincount(g.edges()[1], minlength=n)], 1)
     load = load * parts / load.sum(0)                                                      # (N, 3), 1 in a part on average
@@ -217,6 +205,7 @@ def assign(g, view, args, lap):
 
     lap("weights")
     if args.refine:
+        classes = expected_classes(view, feat, label, train)
         max_cut = args.refine * cut_share(view, metis(view, parts, seed=args.seed), weight)
     for seed in range(args.seed, args.seed + args.tries):
         part = metis(view, parts, weight, n / parts * load[:, balanced].sum(1) if balanced[1:].any() else None, seed)
@@ -238,7 +227,7 @@ def write(g, name, args, part, output):
     balance, patch = dict(balance_ntypes=g.ndata["train_mask"], balance_edges=True), {}
     if part is not None:                                    # partition_graph has no argument for a ready assignment
         balance, patch = {}, dict(metis_partition_assignment=lambda *_, **__: part)
-    if args.num_parts > 1:                                  # g has one type: the copy, of 3 times its size, is not needed
+    if args.num_parts > 1:                                  # g has one type: no need for a copy of twice its size
         patch["to_homogeneous"] = lambda g: g
     try:
         with contextlib.redirect_stdout(io.StringIO()), mock.patch.multiple(dgl.distributed.partition, **patch):
@@ -437,7 +426,6 @@ def arguments():
     p.add_argument("--balance_train", action="store_true", help="balance the training nodes too (dgl always does)")
     p.add_argument("--balance_edges", action="store_true", help="balance the edges too (dgl always does)")
     p.add_argument("--imbalance", type=float, default=1.1, help="most of a balanced quantity in a part, over the mean")
-    p.add_argument("--label_weight", type=int, default=0, help="weight to add between training nodes of one class")
     p.add_argument("--refine", type=float, metavar="CUT", help="then move nodes to lower the entropy (beyond the paper), "
                    "cutting at most CUT times what METIS cuts, or 1.07 times what balance needs (1.25 is good)")
     p.add_argument("--tries", type=int, default=1, help="seeds to try, from --seed on; the lowest total entropy wins")
@@ -452,12 +440,12 @@ def check(args):
     paper = PAPER_C.get(str(args.dataset), 0.5)
     args.part_method = args.part_method or ("ew" if paper else "metis")
     args.c = (paper or 0.5) if args.c is None else args.c
-    for k, low, high in (("num_parts", 1, 10_000), ("num_trainers_per_machine", 1, 1000), ("c", 0, 1e6), ("seed", 0, 200_000),
-                         ("imbalance", 1.01, 1e6), ("label_weight", 0, 1e6), ("refine", 1, 1e6), ("tries", 1, 10_000)):
+    for k, low, high in (("num_parts", 1, 10_000), ("num_trainers_per_machine", 1, 1000), ("c", 0, 1e6), ("seed", 0, 2e5),
+                         ("imbalance", 1.01, 1e6), ("refine", 1, 1e6), ("tries", 1, 10_000)):
         if getattr(args, k) is not None and not low <= getattr(args, k) <= high:
             fail(f"--{k} {getattr(args, k)} must be a number from {low} to {high}")
     if args.part_method in ("random", "dgl"):
-        for k in ("balance_train", "balance_edges", "label_weight", "refine"):
+        for k in ("balance_train", "balance_edges", "refine"):
             if getattr(args, k):
                 fail(f"--{k} works on METIS's parts; use it with --part_method ew or metis, not {args.part_method}")
     try:
@@ -473,7 +461,7 @@ def check(args):
 
 def main(args):
     seconds, tic = {}, time.time()
-    bar = tqdm(["load", "weights", "metis", "write"], disable=None, leave=False)
+    bar = tqdm(desc="steps", total=4, disable=None, leave=False)
 
     def lap(step):
         nonlocal tic

@@ -14,7 +14,6 @@ import argparse
 import collections
 import contextlib
 import json
-import math
 import os
 import resource
 import subprocess
@@ -271,46 +270,42 @@ def save(path, state):
     path.with_suffix(".tmp").replace(path)
 
 
-def number(kind, low, high=math.inf):
-    """-> a parser of numbers from low to high, both included, for argparse"""
-    def parse(text):
-        value = kind(text)
-        if not low <= value <= high:
-            limit = f" and at most {high:g}" * (high < math.inf)
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low:g}" + limit)
-        return value
-    parse.__name__ = dict(int="whole number", float="number")[kind.__name__]
-    return parse
-
-
 def arguments():
     """The flags of both phases, DGL's names where DGL has them; -> argparse.ArgumentParser"""
     p = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    add, count, tiny = p.add_argument, number(int, 1, 1e6), 1e-12
+    add = p.add_argument
     add("--ip_config", type=Path, help="a line per host: ip [port]")
     add("--part_config", type=Path, help="the partition directory's NAME.json")
     add("--graph_name", help="if not the one in part_config")
     add("--out", type=Path, default="out", help="where the results go, the same on every host")
     add("--sampler", choices=("cbs", "uniform"), default="cbs", help="how training nodes are drawn")
-    add("--epoch_fraction", type=number(float, tiny, 1), help="training nodes per epoch (cbs 1/3, uniform 1)")
-    add("--num_epochs", type=count, default=100, help="of both phases together")
-    add("--sync_fraction", type=number(float, tiny, 1), default=0.34, help="the generalisation phase's share of them")
-    add("--patience", type=count, default=15, help="a phase ends so many epochs after its best validation micro-F1")
-    add("--num_hidden", type=count, default=256)
-    add("--num_layers", type=count, default=2)
+    add("--epoch_fraction", type=float, help="training nodes per epoch (cbs 1/3, uniform 1)")
+    add("--num_epochs", type=int, default=100, help="of both phases together")
+    add("--sync_fraction", type=float, default=0.34, help="the generalisation phase's share of them")
+    add("--patience", type=int, default=15, help="a phase ends so many epochs after its best validation micro-F1")
+    add("--num_hidden", type=int, default=256)
+    add("--num_layers", type=int, default=2)
     add("--fan_out", default="25,25", help="neighbours sampled per layer, -1 for all")
-    add("--batch_size", type=count, default=1000, help="per host")
-    add("--lr", type=number(float, tiny, 1e6), default=0.01)
-    add("--dropout", type=number(float, 0, 0.99), default=0.5)
-    add("--gamma", type=number(float, 0, 100), default=0.0, help="of the focal loss; 0 is cross-entropy")
-    add("--lambda", type=number(float, 0, 1e12), default=1e-5, help="pull of the global model in personalisation")
-    add("--seed", type=number(int, 0, 200_000), default=0)
+    add("--batch_size", type=int, default=1000, help="per host")
+    add("--lr", type=float, default=0.01)
+    add("--dropout", type=float, default=0.5)
+    add("--gamma", type=float, default=0.0, help="of the focal loss; 0 is cross-entropy")
+    add("--lambda", type=float, default=1e-5, help="pull of the global model in personalisation")
+    add("--seed", type=int, default=0)
     p.error = fail
     return p
 
 
 def check(args):
-    """What argparse can't: flags that depend on others."""
+    """What argparse can't: ranges, and flags that depend on others."""
+    if args.epoch_fraction is None:
+        args.epoch_fraction = 1 / 3 if args.sampler == "cbs" else 1.0
+    for low, high, names in ((1, 1e6, "num_epochs patience num_hidden num_layers batch_size"), (0, 2e5, "seed"),
+                             (1e-12, 1, "epoch_fraction sync_fraction"), (1e-12, 1e6, "lr"), (0, 0.99, "dropout"),
+                             (0, 100, "gamma"), (0, 1e12, "lambda")):
+        for k in names.split():
+            if not low <= (value := getattr(args, k)) <= high:
+                fail(f"argument --{k}: {value} must be at least {low:g} and at most {high:g}")
     try:
         fan_out = [int(f) for f in args.fan_out.split(",")]
     except ValueError:
@@ -318,8 +313,6 @@ def check(args):
     if len(fan_out) != args.num_layers or not all(0 < f < 1e6 or f == -1 for f in fan_out):
         fail(f"argument --fan_out: {args.fan_out} must be --num_layers {args.num_layers} numbers, such as 25,25 for 2")
     args.fan_out = fan_out
-    if args.epoch_fraction is None:
-        args.epoch_fraction = 1 / 3 if args.sampler == "cbs" else 1.0
     return args
 
 
