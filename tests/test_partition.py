@@ -454,6 +454,24 @@ def test_links_and_names_that_clash(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "graph.json").exists()
 
 
+def test_benchmark(tmp_path):
+    """Its commands in the README, on small graphs."""
+    for name in ("amazon_computers", "pubmed"):
+        write_npz(tmp_path / f"{name}.npz", **random_graph(400))
+
+    def benchmark(*flags):
+        done = subprocess.run([sys.executable, ROOT / "tests/benchmark.py", *flags, "--data", tmp_path, "--results",
+                               tmp_path / "results.jsonl"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    table = benchmark("partitions", "--seeds", "1", "--num_parts", "2")
+    assert table.count("| refined |") == 2 and table.count("on average over METIS") == 6
+    assert table == benchmark("partitions", "--seeds", "1", "--num_parts", "2")     # from what was kept, times too
+    assert benchmark("weights").count("; 0 of ") == 2                               # weights that differ from the loop's
+    assert "times as long" in benchmark("scale", "--dataset", "synthetic:2000,20,5")
+
+
 def test_command_line(tmp_path):
     """The command in the README and in the file's header, with another output."""
     done = subprocess.run([sys.executable, "partition.py", "--dataset", "tests/data/debian.npz", "--num_parts", "4",
